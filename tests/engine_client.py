@@ -14,7 +14,7 @@ from golden import FOLDER, load_golden
 from llaisys.config import Config
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.host import Cpus
-from llaisys.engine.memory import Capacity, size_engine
+from llaisys.engine.memory import EngineSizing, size_engine
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import inspect_model
@@ -27,7 +27,7 @@ from waiting import block_until
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
 
 
-def capacity(folder: Path = FOLDER, **settings: Any) -> Capacity:
+def sizing(folder: Path = FOLDER, **settings: Any) -> EngineSizing:
     return size_engine(
         Config(**{**SETTINGS, "model": str(folder), **settings}), inspect_model(folder), 2**30, Cpus(1)
     )
@@ -36,10 +36,10 @@ def capacity(folder: Path = FOLDER, **settings: Any) -> Capacity:
 class Client:
     """A `ProcessClient` that collects its outputs."""
 
-    def __init__(self, made: Capacity | None = None) -> None:
+    def __init__(self, made: EngineSizing | None = None) -> None:
         self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self.now_s = 0.0
-        self.client = ProcessClient(made or capacity(), Config(**SETTINGS), self.deliver, lambda: self.now_s)
+        self.client = ProcessClient(made or sizing(), Config(**SETTINGS), self.deliver, lambda: self.now_s)
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

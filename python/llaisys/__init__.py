@@ -1,6 +1,6 @@
 """LLAISYS: LLM inference and serving.
 
-Names are imported at first use, so that `import llaisys` and `llaisys --help` stay fast.
+Names are imported on first use, so that `import llaisys` and `llaisys --help` are fast.
 """
 
 from __future__ import annotations

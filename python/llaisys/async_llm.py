@@ -1,4 +1,4 @@
-"""The asynchronous API: submit, stream, cancel, drain. It belongs to one event loop; the engine does not.
+"""AsyncLLM: the asynchronous API to submit, stream, cancel and drain requests, for one event loop.
 
 Data path: `generate` -> EngineClient -> engine -> OutputHandler (one wake of the event loop per step) ->
 OutputProcessor (text, stop strings) -> RequestOutputCollector of the request -> the caller's `async for`.
@@ -294,7 +294,7 @@ class AsyncLLM:
         return self._config.tool_call_parser or "hermes"
 
     def max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """Return the longest prompt in tokens that `generate` accepts; None if it truncates the prompt."""
+        """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""
         if params.truncate_prompt_tokens is not None:
             return None
         return self._config.max_input_tokens or self.max_model_len
@@ -325,7 +325,7 @@ class AsyncLLM:
             self._cancel(request_id)
 
     async def timeline(self, request_id: RequestId, *, client_id: str = "") -> dict[int, Timeline]:
-        """Return the timeline of a client's request by choice: where it spent its time, and why it waited.
+        """Return the timeline of a client's request by choice: what its time was spent on, and why it waited.
 
         Times are `time.monotonic` seconds. Empty for an unknown request; the engine keeps the timelines of
         open requests and of the newest 1,024 ended choices.
@@ -450,7 +450,7 @@ class AsyncLLM:
         self._engine.release()
 
     async def _call_engine(self, call: SessionRequest) -> list[SessionInfo]:
-        """Carry out a session request; the engine is loaded for it and stays loaded until the result."""
+        """Execute a session request. Loads the engine if needed, and keeps it loaded until the result."""
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
         with self._engine.acquired():
@@ -460,7 +460,7 @@ class AsyncLLM:
         """Put an engine output that arrived at `now_s` into its stream's collector; drop it after the
         stream's end.
 
-        Returns by how many bytes the collector has grown.
+        Return by how many bytes the collector has grown.
         """
         request_id = event.request_id
         collector = self._collectors.get(request_id)

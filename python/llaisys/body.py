@@ -1,4 +1,4 @@
-"""A request's JSON body: parsed, bounded in depth and size, and validated."""
+"""Parses the JSON body of a request, with bounds on depth and size, and validates it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from pydantic import BaseModel, ValidationError
 from llaisys.errors import RejectedError
 
 DEPTH_MAX = 32
-# Schemas and tools are deeper; their own bound (64) is counted from within these fields.
+# Schemas and tools are deeper; their own bound (64) counts from these fields on.
 DEEP_FIELDS = frozenset(
     {"tools", "tool_choice", "response_format", "structured_outputs", "guided_json", "messages"}
 )
 DEEP_DEPTH_MAX = 72
-# Lists and objects cost most to create: 4 MiB of `[]` are 1.4 million of them and took 0.8 s.
+# Maximum lists and objects, which cost most to create: 4 MiB of `[]` are 1.4 million of them and took 0.8 s.
 CONTAINERS_MAX = 1 << 16
-# Fields that hold token ids: one prompt of the longest context there is (a million), or several shorter.
+# Fields with token ids, and the maximum number of ids: one prompt of a million tokens, or several shorter
+# ones.
 IDS_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
 VALUES_MAX = 1 << 20
-# Of all other fields together: 4 for each list and object.
+# Maximum values of all other fields together: 4 for each list and object.
 OTHER_VALUES_MAX = 1 << 18
 
-# The first error of a body: its path, pydantic's type of the error, its message.
-Flaw: TypeAlias = tuple[tuple[str | int, ...], str, str]
+# The first invalid field of a body: its path, pydantic's error type, the message.
+InvalidField: TypeAlias = tuple[tuple[str | int, ...], str, str]
 
 
 def parse_body(raw: bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
-    Raises json.JSONDecodeError, UnicodeDecodeError or RecursionError for what is no JSON text, RejectedError
-    for one that is nested too deep or has too many values.
+    Raises json.JSONDecodeError, UnicodeDecodeError or RecursionError for invalid JSON, RejectedError for a
+    value that is nested too deep or has too many values.
     """
     value = json.loads(raw)
     _check_bounds(value)
@@ -62,26 +63,28 @@ def _check_bounds(value: Any) -> None:
             level = [child for each in level for child in _items(each) if isinstance(child, dict | list)]
 
 
-def read_body(raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
-    """The value of a JSON text, and what is wrong with it as a body of this model; one of both is None.
+def read_body(raw: bytes, model: str | None) -> tuple[Any, InvalidField | None]:
+    """Return the value of a JSON text, and its first invalid field for this model. One of them is None.
 
-    `model`: a subclass of BaseModel as `module:class`, which is imported; None: any value is right.
-    Raises as `parse_body`.
+    `model`: a subclass of BaseModel as `module:class`, which is imported; None: any value is valid.
+    Raises the errors of `parse_body`.
     """
     value = json.loads(raw)
-    if model is not None:  # first, because it names the bound of the field
+    if model is not None:  # first, because its errors name the bound of the field
         module, _, name = model.partition(":")
         body: type[BaseModel] = getattr(importlib.import_module(module), name)
         try:
             body.model_validate(value)
         except ValidationError as e:
-            return None, first_flaw(e.errors(include_url=False, include_context=False, include_input=False))
+            return None, first_invalid_field(
+                e.errors(include_url=False, include_context=False, include_input=False)
+            )
     _check_bounds(value)
     return value, None
 
 
-def first_flaw(errors: Collection[Any]) -> Flaw:
-    """The one to report: an exceeded bound goes before the other types that the field might have had."""
+def first_invalid_field(errors: Collection[Any]) -> InvalidField:
+    """Return the error to report: an exceeded bound before errors for other types of the same field."""
     error = min(errors, key=lambda each: each["type"] != "too_long")
     return tuple(error["loc"]), error["type"], error["msg"]
 

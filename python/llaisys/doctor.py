@@ -1,4 +1,4 @@
-"""Report what the engine would find on this machine. It only reads and starts nothing."""
+"""Reports the hardware, packages and caches that the engine would use. It only reads, and starts nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llaisys.engine.host import available_bytes, usable_cpus
 from llaisys.engine.worker import available_isas, cuda_info
 from llaisys.hub import list_models
 
-# Flags of /proc/cpuinfo that decide which kernels can run.
+# Flags of /proc/cpuinfo that determine which kernels can run.
 _FEATURES = (
     "avx2",
     "fma",
@@ -29,7 +29,7 @@ _FEATURES = (
     "avx512_vnni",
     "avx512_bf16",
 )
-# Packages whose version decides what a user sees.
+# Packages whose version affects users.
 _PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "fastapi", "uvicorn")
 
 
@@ -109,13 +109,13 @@ def _hub_cache() -> Path:
 def _cache(subject: str, folder: Path, variable: str) -> Finding:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        return Finding(subject, f"{folder} cannot be written; {variable} chooses another", fine=False)
+        return Finding(subject, f"{folder} is not writable; set {variable} to another folder", fine=False)
     used, free = sum(_sizes(folder)), shutil.disk_usage(existing).free
     return Finding(subject, f"{folder}, {used / 1e6:.0f} MB in it, {free / 2**30:.1f} GiB free")
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the bytes of each file; links and unreadable or missing folders count nothing."""
+    """Yield the bytes of each file; links and unreadable or missing folders do not count."""
     for parent, _, names in os.walk(folder):
         for name in names:
             path = Path(parent) / name

@@ -1,4 +1,5 @@
-"""Opens files named by a setting or in a model folder: never blocks, and accepts regular files only."""
+"""Opens files that a setting names or that are in a model folder. Never blocks; accepts regular files
+only."""
 
 from __future__ import annotations
 

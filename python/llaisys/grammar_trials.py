@@ -1,7 +1,8 @@
-"""Tries each grammar in a worker process that may be killed, before a request with it is accepted.
+"""GrammarTrials: tries each grammar in a worker process that may be killed, before a request with it is
+accepted.
 
-Compiling is the only way to find out what a grammar costs, and it cannot be interrupted. A grammar that
-compiles within its limits there may be compiled in a serving process.
+Compiling is the only way to determine the cost of a grammar, and it cannot be interrupted. A grammar that
+compiles within the limits there may be compiled in a serving process.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from llaisys.job_pool import JobPool, JobText
 from llaisys.job_process import JobLimits
 from llaisys.sampling_params import StructuredOutputsParams
 
-# The limits of one trial. The per-byte parts count the grammar, and the tokenizer that the process loads
-# first.
+# The limits of one trial. The per-byte parts apply to the grammar, and to the tokenizer that the process
+# loads first.
 LIMITS = JobLimits(cpu_s=0.5, memory_bytes=64 << 20, cpu_s_per_byte=2e-6, memory_bytes_per_byte=512)
-# Most grammars of one client that wait for their trial.
+# Maximum grammars of one client that wait for their trial.
 WAITING_MAX = 512
 RESULTS_MAX = 1024
 _TEXTS = {
@@ -31,7 +32,7 @@ _TEXTS = {
 
 
 class GrammarTrials:
-    """The trial results of one model, and its worker process, which the first grammar starts.
+    """Caches the trial results of one model, and owns its worker process, which the first grammar starts.
 
     Use either `check` on one event loop, or `check_now` on any thread. Results are cached for each client,
     so that response times do not reveal whether another client has used a grammar.
@@ -47,7 +48,7 @@ class GrammarTrials:
         self._lock = threading.Lock()
 
     async def check(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
-        """Return if requests may use this grammar.
+        """Return normally if requests may use this grammar.
 
         Raises RejectedError naming the field of `structured_outputs` and the limit, UnsupportedError for a
         model without support for grammars, QueueFullError if WAITING_MAX grammars of the client wait. Each
@@ -73,7 +74,7 @@ class GrammarTrials:
         self._raise_error(key)
 
     def check_now(self, spec: StructuredOutputsParams) -> None:
-        """As `check`, blocking."""
+        """Run `check` without an event loop; blocks."""
         key = _key(spec, "")
         with self._lock:
             if key not in self._results:
@@ -86,7 +87,7 @@ class GrammarTrials:
             self._raise_error(key)
 
     def close(self) -> None:
-        """End the worker process; a trial in progress fails. Idempotent."""
+        """Stop the worker process; a trial in progress fails. Idempotent."""
         self._pool.close_now()
 
     async def _try(self, spec: StructuredOutputsParams) -> LlaisysError | None:
@@ -104,12 +105,12 @@ class GrammarTrials:
     def _raise_error(self, key: bytes) -> None:
         self._results.move_to_end(key)
         result = self._results[key]
-        if result is not None:  # a copy, because an error that is raised often collects tracebacks
+        if result is not None:  # raise a copy, because each raise adds a traceback to an error
             raise type(result)(str(result), param=result.param)
 
 
 class _Client:
-    """A client with waiting trials."""
+    """The state of a client with waiting trials."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -125,7 +126,7 @@ def _key(spec: StructuredOutputsParams, client_id: str) -> bytes:
 
 
 def _with_field(error: LlaisysError, spec: StructuredOutputsParams) -> LlaisysError:
-    """Name the field that the spec sets, if the error of a job limit does not."""
+    """Return the error with the field that the spec sets, if the error names no field."""
     where = f"structured_outputs.{spec.field}"
     if isinstance(error, UnsupportedError) or error.param == where:
         return error

@@ -1,4 +1,4 @@
-"""Messages between two processes of this machine: frames over a pair of connected Unix sockets.
+"""Channel: messages between two processes of this machine, as frames over a pair of connected Unix sockets.
 
 A frame is a length (4 bytes, little-endian) and that many bytes. Sending never waits: bytes that the kernel
 does not accept are queued, and sent when the same end receives or sends again. End-of-file means that the
@@ -16,10 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# The largest frame in both directions; far above useful sizes of tokenizer files and request bodies.
+# Maximum bytes of a frame in both directions, far above useful sizes of tokenizer files and request bodies.
 FRAME_BYTES_MAX = 512 << 20
-# Most bytes that are queued for a peer that does not read. A message belongs to an open request, so only a
-# peer that has stopped reaches this; it is then treated as dead.
+# Maximum bytes that are queued for a peer that does not read. Messages belong to open requests, so only a
+# stopped peer reaches this limit; it is then treated as dead.
 QUEUED_BYTES_MAX = 1 << 30
 _READ_BYTES = 256 << 10
 _LENGTH = struct.Struct("<I")
@@ -36,12 +36,12 @@ class Channel:
     While the receiving thread waits, it sends for the other threads. The kernel runs the reader of a socket
     on the CPU of the sending thread, which must not be the CPU of an engine's steps.
 
-    A frame to a peer that has died is lost. Each end must be open in one process only, because another copy
-    would hide the end-of-file.
+    A frame to a dead peer is lost. Each end must be open in one process only, because another copy would hide
+    the end-of-file.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """Own the socket `end`: `close` closes it."""
+        """Take ownership of the socket `end`; `close` closes it."""
         end.setblocking(False)
         self._socket = end
         self._lock = (
@@ -61,18 +61,18 @@ class Channel:
 
     @classmethod
     def inherited(cls, number: int) -> Channel:
-        """Return the end that the parent passed to this process as the descriptor `number`."""
+        """Return the end that the parent has passed to this process as file descriptor `number`."""
         end = socket.socket(fileno=number)
         end.set_inheritable(False)
         return cls(end)
 
     def fileno(self) -> int:
-        """The descriptor of the socket."""
+        """Return the file descriptor of the socket."""
         return self._socket.fileno()
 
     @property
     def num_queued_bytes(self) -> int:
-        """Bytes that the kernel has not accepted yet."""
+        """Number of bytes that the kernel has not accepted yet."""
         return self._num_queued_bytes
 
     def send(self, payload: bytes) -> None:
@@ -100,7 +100,7 @@ class Channel:
                 os.eventfd_write(self._wakeup, 1)
 
     def watch(self, number: int, is_ready: Callable[[], object]) -> None:
-        """Call `is_ready` in `receive` whenever this descriptor is readable or closed, until `unwatch`."""
+        """Call `is_ready` in `receive` whenever a file descriptor is readable or closed, until `unwatch`."""
         self._watched[number] = is_ready
         self._poll.register(number, select.POLLIN)
 
@@ -112,8 +112,8 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> list[bytes]:
         """Wait for complete frames and return them; none after `timeout_s` or a `wake`.
 
-        Raises EOFError once the peer has died and all its frames have been returned, FrameError for a frame
-        above FRAME_BYTES_MAX.
+        Raises EOFError once the peer has died and all its frames were returned, FrameError for a frame above
+        FRAME_BYTES_MAX.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -127,7 +127,7 @@ class Channel:
                 return []
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything queued is sent; return False if it is not after `timeout_s`."""
+        """Wait up to `timeout_s` seconds until all queued bytes are sent; return False if they are not."""
         until_s = time.monotonic() + timeout_s
         while self._outgoing:
             left_s = until_s - time.monotonic()
@@ -152,7 +152,7 @@ class Channel:
             self._is_waiting = True
             events |= select.POLLOUT if self._outgoing else 0
         self._poll.register(self._socket, events)
-        # Rounded up, so that a wait of less than a millisecond does not become a busy loop.
+        # Round up, so that a wait of less than a millisecond does not become a busy loop.
         ready = dict(self._poll.poll(None if timeout_s is None else int(timeout_s * 1000) + (timeout_s > 0)))
         with self._lock:
             self._is_waiting = False
@@ -169,7 +169,7 @@ class Channel:
             n_bytes = self._socket.recv_into(self._chunk)
         except (BlockingIOError, InterruptedError):
             return []
-        except OSError:  # connection reset: the peer died without reading all our frames
+        except OSError:  # connection reset: the peer has died without reading all our frames
             n_bytes = 0
         if n_bytes == 0:
             raise EOFError("the peer has died")
@@ -195,7 +195,7 @@ class Channel:
                 n_bytes = self._socket.send(frame, socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:  # the peer has died, which `receive` finds out
+            except OSError:  # the peer has died, which `receive` reports
                 self._give_up()
                 return
             self._num_queued_bytes -= n_bytes
@@ -205,14 +205,12 @@ class Channel:
                 self._outgoing[0] = frame[n_bytes:]
 
     def _give_up(self) -> None:
-        """Shut the connection down, because no frame may follow a lost one.
-
-        Received frames can still be read.
-        """
+        """Shut the connection down, because no frame may follow a lost one. Received frames can still be
+        read."""
         self._drop_queued()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the peer has done so
+        except OSError:  # the peer has shut it down
             return
 
     def _drop_queued(self) -> None:

@@ -1,7 +1,7 @@
-"""Runs jobs in worker processes that may be killed, for work whose cost depends on a request.
+"""JobPool: runs jobs in worker processes that may be killed, for work whose cost depends on a request.
 
-A job that exceeds its limits ends only its worker process. Data path: event loop -> one thread for each
-process -> one job at a time over a socket pair -> its result.
+A job that exceeds its limits ends only its worker process. Data path: event loop -> one thread per process ->
+one job at a time over a socket pair -> its result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, Request
 from llaisys.ipc import FRAME_BYTES_MAX, Channel, FrameError
 from llaisys.job_process import JobLimits, decode, encode
 
-# Seconds of real time until a process counts as dead that makes no progress and uses no CPU time: it was
-# stopped.
-PATIENCE_S = 120.0
+# Seconds of real time without a result after which a process counts as dead. A job that runs reaches its CPU
+# time limit earlier, so the process was stopped.
+STOPPED_AFTER_S = 120.0
 _BOOT = "import sys; sys.path[:] = {}; from llaisys.job_process import main; main({}, {!r}, {})"
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ Job: TypeAlias = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class JobText:
-    """Text for the error of a job that exceeds its limits: `what` "takes more than 2 s of CPU time".
+    """The error text of a job that exceeds its limits: `what` "takes more than 2 s of CPU time".
 
     `param`: the field of the request.
     """
@@ -49,7 +49,7 @@ class JobText:
 class JobPool:
     """`n_processes` worker processes that run the jobs of one module (its table JOBS).
 
-    Unless stated otherwise, the methods must be called on one event loop.
+    Unless stated otherwise, call the methods on one event loop.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class JobPool:
     ) -> None:
         """`texts`: the error text of each job.
 
-        `name`: names the processes and their threads, also in the log.
+        `name`: the name of the processes and their threads, also in the log.
         """
         self._preparations: list[Job] = []
         self._processes = [
             _WorkerProcess(module, limits, texts, name, self._preparations) for _ in range(n_processes)
         ]
-        self._idle = queue.LifoQueue[_WorkerProcess]()  # the process used last has the warmest caches
+        self._idle = queue.LifoQueue[_WorkerProcess]()  # the last used process has the warmest caches
         for process in self._processes:
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(n_processes, thread_name_prefix=f"llaisys-{name}")
@@ -72,12 +72,12 @@ class JobPool:
     def add_preparation(self, name: str, *arguments: Any) -> None:
         """Add a job that every process runs before all later jobs, and again after each restart.
 
-        A process starts with its first job, or by `prepare`.
+        A process starts with its first job, or in `prepare`.
         """
         self._preparations.append((name, arguments))
 
     def prepare(self, name: str, *arguments: Any) -> None:
-        """As `add_preparation`, and start the processes; `ready` waits for them."""
+        """Add a job as `add_preparation` does, and start the processes; `ready` waits for them."""
         self.add_preparation(name, *arguments)
         loop = asyncio.get_running_loop()
         self._warming += [
@@ -93,8 +93,8 @@ class JobPool:
     async def run(self, name: str, *arguments: Any) -> Any:
         """Run a job and return its result. Arguments and result are plain values or bytes.
 
-        Raises the job's own LlaisysError, RejectedError for one that exceeds its limits, RequestFailedError
-        for any other failure, EngineDeadError once closed.
+        Raises the job's own LlaisysError, RejectedError if it exceeds its limits, RequestFailedError for any
+        other failure, EngineDeadError after `close`.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -104,19 +104,19 @@ class JobPool:
         return await result
 
     async def close(self) -> None:
-        """End the processes; running jobs fail. Idempotent."""
+        """Stop the processes; running jobs fail. Idempotent."""
         for warming in self._warming:
             warming.cancel()
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """As `close`, but blocking, on any thread."""
+        """Close from any thread; blocks."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """As `run`, but blocking, on any thread."""
+        """Run a job from any thread; blocks. See `run`."""
         process = self._idle.get()
         try:
             return process.call(name, arguments)
@@ -125,7 +125,7 @@ class JobPool:
 
 
 class _WorkerProcess:
-    """One worker process and its restarts. `preparations` grows; a lock serializes the calls."""
+    """One worker process and its restarts. `preparations` may grow; a lock serializes the calls."""
 
     def __init__(
         self,
@@ -147,15 +147,15 @@ class _WorkerProcess:
         self._closed = False
 
     def ensure(self, num_prepared: int) -> None:
-        """Make sure that the process is running and has run this many preparations."""
+        """Ensure that the process is running and has run this many preparations."""
         with self._lock:
             self._ensure(num_prepared)
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """Run a job and return its result; raises as `JobPool.run`.
+        """Run a job and return its result; raises the errors of `JobPool.run`.
 
-        If the process was killed from outside (by the kernel or an operator), the job runs once more. A job
-        that ends two processes fails.
+        If something else than a limit killed the process (the kernel, an operator), the job runs once more. A
+        job that ends two processes fails.
         """
         raw = encode((name, arguments))
         if len(raw) > FRAME_BYTES_MAX:
@@ -167,12 +167,12 @@ class _WorkerProcess:
             except _Died as died:
                 if self._closed:
                     raise EngineDeadError("shutting down: no new requests") from None
-                self._ensure(len(self._preparations))  # restart here, so that only this request waits
+                self._ensure(len(self._preparations))  # restart now, so that only this request waits
                 raise self._error(name, len(raw), died.reason) from None
         return self._result(name, len(raw), reply)
 
     def close(self) -> None:
-        """End the process; a call in progress fails."""
+        """Stop the process; a call in progress fails."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -221,21 +221,21 @@ class _WorkerProcess:
 
     def _exchange(self, raw: bytes) -> list[Any]:
         assert self._channel is not None
-        self._channel.send(raw)  # lost if the process has died, which `receive` finds out
+        self._channel.send(raw)  # lost if the process has died, which `receive` reports
         return self._receive()
 
     def _receive(self) -> list[Any]:
         assert self._channel is not None
         assert self._child is not None
         try:
-            frames = self._channel.receive(PATIENCE_S) or self._channel.receive(
+            frames = self._channel.receive(STOPPED_AFTER_S) or self._channel.receive(
                 1.0
-            )  # this process may have been stopped, too
+            )  # this process may have been stopped as well
             if not frames:
                 raise EOFError
             reply: list[Any] = decode(frames[0])
         except (EOFError, FrameError):
-            self._child.kill()  # it may only have closed its end
+            self._child.kill()  # the child may only have closed its end
             raise _Died(self._child.wait()) from None
         return reply
 

@@ -1,8 +1,8 @@
-"""The entry point of a worker process: runs jobs for a JobPool, one after the other, each within its limits.
+"""The entry point of a worker process, which runs jobs for a JobPool one after the other, each within limits.
 
-A job that exceeds its CPU time ends the process (SIGPROF), which also stops C code that never returns. A
-job that exceeds its memory gets a MemoryError, or a library aborts the process. Jobs and their error
-messages may contain prompts, so the process logs nothing.
+A job that exceeds its CPU time ends the process (SIGPROF), even in C code that never returns. A job that
+exceeds its memory gets a MemoryError, or a library aborts the process. Jobs and their error messages may
+contain prompts, so the process logs nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PAGE = resource.getpagesize()
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """Limits of one job: CPU seconds and bytes of new memory, and an addition to both for each argument
-    byte."""
+    """Limits of one job: CPU seconds and bytes of new memory, plus an amount of both per byte of
+    arguments."""
 
     cpu_s: float
     memory_bytes: int
@@ -39,19 +39,19 @@ class JobLimits:
     memory_bytes_per_byte: int = 0
 
     def cpu_s_of(self, n_bytes: int) -> float:
-        """Return the CPU seconds for a job with arguments of this size."""
+        """Return the limit in CPU seconds of a job with `n_bytes` of arguments."""
         return self.cpu_s + n_bytes * self.cpu_s_per_byte
 
     def memory_bytes_of(self, n_bytes: int) -> int:
-        """Return the bytes of memory for a job with arguments of this size."""
+        """Return the limit in bytes of memory of a job with `n_bytes` of arguments."""
         return self.memory_bytes + n_bytes * self.memory_bytes_per_byte
 
 
 def encode(value: Any) -> bytes:
     """Encode plain values and bytes. Tuples become lists.
 
-    A value with an integer beyond 64 bits or a lone surrogate, which msgpack cannot represent, is encoded
-    as JSON. Raises TypeError for a value that is not plain.
+    A value with an integer of more than 64 bits or a lone surrogate, which msgpack cannot represent, is
+    encoded as JSON. Raises TypeError for a value that is not plain.
     """
     try:
         return msgspec.msgpack.encode(value)
@@ -66,14 +66,15 @@ def decode(raw: bytes) -> Any:
     return msgspec.msgpack.decode(raw)
 
 
-# After a job with more bytes, the C library may keep hundreds of MiB of free memory.
+# `trim` runs after jobs with more bytes, because the C library may keep hundreds of MiB of free memory.
 TRIM_ABOVE_BYTES = 64 << 10
 # A byte that no msgpack value begins with.
 _JSON = b"\xc1"
 
 
 def main(number: int, module: str, limits: tuple[float, int, float, int]) -> None:
-    """Serve the socket with descriptor `number` until its other end is closed. `module` has the table JOBS.
+    """Serve the socket with file descriptor `number` until its other end is closed. `module` has the table
+    JOBS.
 
     A job is `[name, arguments]`. The reply is `["ok", result]`, `["memory"]`, `["failed", class]`, or for a
     LlaisysError `["error", class, message, param]`.
@@ -95,9 +96,9 @@ def main(number: int, module: str, limits: tuple[float, int, float, int]) -> Non
 
 
 def trim() -> None:
-    """Return free memory of the C library to the system; takes some milliseconds, without the GIL.
+    """Return free memory of the C library to the system, in a few milliseconds without the GIL.
 
-    Does nothing if the library is not glibc.
+    Has no effect if the library is not glibc.
     """
     try:
         release = ctypes.CDLL(None).malloc_trim
@@ -126,7 +127,7 @@ def _run_job(jobs: Jobs, raw: bytes, limits: JobLimits) -> bytes:
 
 
 def _limit(cpu_s: float, memory_bytes: int) -> None:
-    """Set the limits of the next job. The memory limit counts address space beyond what is in use now."""
+    """Set the limits of the next job. The memory limit is on address space in addition to that in use now."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split(maxsplit=1)[0]) * _PAGE
     resource.setrlimit(resource.RLIMIT_AS, _soft(used + memory_bytes))

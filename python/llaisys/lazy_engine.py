@@ -1,4 +1,4 @@
-"""Load the engine of a model at the first use and unload it when idle."""
+"""LazyEngine: loads the engine of a model on first use, and unloads it when idle."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class LazyEngine:
-    """Load the engine at the first `load` or `get`; unload it after `idle_unload_s` without a user.
+    """Loads the engine on the first `load` or `get`; unloads it after `idle_unload_s` seconds without a user.
 
-    Concurrent calls share one load. Call it on one event loop; `start`, which may take long, runs on a
-    thread. Invariant: between `acquire` and `release` the engine is not unloaded.
+    Concurrent calls share one load. Event loop only; `start`, which may take long, runs on a thread.
+    Invariant: between `acquire` and `release` the engine is not unloaded.
     """
 
     def __init__(self, start: Callable[[], EngineClient], name: str, idle_unload_s: float | None) -> None:
-        """`start` raises RejectedError or UnsupportedError (the model or a setting). `name`: the model, for
-        the log."""
+        """`start`: raises RejectedError or UnsupportedError (the model or a setting). `name`: for the log."""
         self._start = start
         self._name = name
         self._idle_unload_s = idle_unload_s
@@ -44,8 +43,7 @@ class LazyEngine:
             await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
 
     async def get(self) -> EngineClient:
-        """Return the loaded engine for a request. A failed load raises EngineDeadError: the request is not at
-        fault."""
+        """Return the loaded engine. A failed load raises EngineDeadError, because the request is valid."""
         try:
             await self.load()
         except LlaisysError as error:
@@ -60,7 +58,7 @@ class LazyEngine:
         self._n_users += 1
 
     def release(self) -> None:
-        """Undo one `acquire`; the last one starts the idle time."""
+        """Undo one `acquire`; the last `release` starts the idle time."""
         self._n_users -= 1
         self._start_idling()
 
@@ -92,7 +90,7 @@ class LazyEngine:
         if self._change is task:
             self._change = None
         if not task.cancelled():
-            task.exception()  # mark it as retrieved: every waiter has it, and there may be none
+            task.exception()  # mark it as retrieved: each waiter gets it, and there may be no waiter
         self._start_idling()
 
     async def _load(self) -> None:

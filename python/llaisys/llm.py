@@ -1,4 +1,4 @@
-"""The blocking API for scripts: prompts in, completions out, whole or as a stream of deltas.
+"""LLM: the blocking API for scripts, prompts in and completions out, complete or as a stream of deltas.
 
 It runs the same engine as the server.
 """
@@ -56,7 +56,7 @@ class _PreparedPrompt:
 
 
 class LLM:
-    """Load one model and generate completions. `close`, a `with` block or garbage collection frees it.
+    """Loads one model and generates completions. `close`, a `with` block or garbage collection frees it.
 
     `model` is a folder, a `.gguf` file or the name of an embedded model (`smollm2`). Every field of
     `llaisys.config.Config` is a keyword; an unknown keyword is an error.
@@ -316,14 +316,15 @@ class LLM:
             return [given] * n_prompts
         if len(given) != n_prompts:
             raise RejectedError(
-                f"{n_prompts} prompts and {len(given)} sampling_params: give one for all, or one each",
+                f"{n_prompts} prompts and {len(given)} sampling_params: pass one for all, or one per prompt",
                 param="sampling_params",
             )
         return given
 
 
 class _Router:
-    """Route outputs from the engine thread to the calls of `generate`, and bound the number of open requests.
+    """Routes outputs from the engine thread to the calls of `generate`, and bounds the number of open
+    requests.
 
     A call acquires a permit before it submits a request; the request's last output releases it.
     """
@@ -353,7 +354,7 @@ class _Router:
 
 
 class _GenerateCall:
-    """One call of `generate`: submit its prompts as permits become available, and yield their deltas."""
+    """One call of `generate`: submits its prompts as permits become available, and yields their deltas."""
 
     def __init__(self, client: EngineClient, model: ModelAssets, router: _Router, timeout_s: float) -> None:
         self._client = client
@@ -433,13 +434,13 @@ class _GenerateCall:
 
 def _merged(prepared: Sequence[_PreparedPrompt], deltas: Iterator[RequestOutput]) -> list[RequestOutput]:
     """Return whole completions in the order of the prompts."""
-    wholes = {
+    merged = {
         prompt.request_id: empty_output(prompt.request_id, prompt.text, prompt.ids, prompt.params.n)
         for prompt in prepared
     }
     for delta in deltas:
-        append_delta(wholes[delta.request_id], delta)
-    return list(wholes.values())
+        append_delta(merged[delta.request_id], delta)
+    return list(merged.values())
 
 
 def _close(client: EngineClient, trials: GrammarTrials) -> None:
@@ -459,13 +460,13 @@ def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
     sessions = [""] * n_prompts if given == "" else [given] if isinstance(given, str) else given
     if len(sessions) != n_prompts:
         raise RejectedError(
-            f"{n_prompts} prompts, {len(sessions)} session_id: give one each", param="session_id"
+            f"{n_prompts} prompts and {len(sessions)} session_id: pass one per prompt", param="session_id"
         )
     named = [name for name in sessions if name]
     for name in named:
         check_name(name)
     if len(named) > len(set(named)):
-        raise RejectedError("session_id has a session twice; each belongs to one prompt", param="session_id")
+        raise RejectedError("session_id has a session twice; each needs its own prompt", param="session_id")
     return sessions
 
 

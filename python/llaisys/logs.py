@@ -1,6 +1,6 @@
-"""The log of a process: lines go to stderr through a bounded buffer and a thread.
+"""Logging of a process: lines go to stderr through a bounded buffer and a thread.
 
-A reader that has stopped (a full pipe) therefore never blocks the code that logs.
+So a stopped reader (a full pipe) never blocks the code that logs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Callable
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 STDOUT, STDERR = 1, 2
 BUFFER_BYTES_MAX = 1 << 20
-FLUSH_S = 1.0  # how long an exit waits for a reader that does not read
+FLUSH_S = 1.0  # maximum seconds that an exit waits for the reader of stderr
 REPEAT_INTERVAL_S = 60.0
 REPEAT_KEYS_MAX = 256
-# Loggers with messages that a client can cause without a request: one line per interval for each message.
+# Loggers of messages that clients can cause without a request: one line per interval for each message.
 REPEATING = ("asyncio", "uvicorn.error", "llaisys.connections")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
 
 
 def without_credentials(address: str) -> str:
-    """Return a URL without the user name and the password in it."""
+    """Return a URL without its user name and password."""
     return _CREDENTIALS.sub("***", address)
 
 
 class LineWriter:
     """Writes lines to a file descriptor on a daemon thread.
 
-    `write` never blocks. A line that finds the buffer full is dropped and counted; when the buffer drains, a
-    line reports how many were dropped. A line counts until it is written to the descriptor.
+    `write` never blocks. If the buffer is full, a line is dropped and counted; when the buffer drains, a line
+    reports the number of dropped lines. A line counts until it is written to the descriptor.
     """
 
     def __init__(self, fd: int, bytes_max: int = BUFFER_BYTES_MAX) -> None:
@@ -65,12 +65,12 @@ class LineWriter:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Wait until everything is written, for `timeout_s` seconds at most."""
+        """Wait until everything is written, for at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._n_bytes, timeout_s)
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
-        """End the thread when everything is written; wait for that for `timeout_s` seconds at most."""
+        """Stop the thread when everything is written; wait for at most `timeout_s` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -119,19 +119,19 @@ class LineHandler(logging.Handler):
         """logging."""
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001 -- a record that cannot be formatted must not fail its caller
+        except Exception:  # noqa: BLE001 -- an invalid log record must not raise in its caller
             line = f"{record.levelname} {record.name}: a log record could not be formatted"
         self._writer.write(line)
 
     def flush(self) -> None:
-        """logging.shutdown calls this at exit."""
+        """Flush the writer; called by logging.shutdown at exit."""
         self._writer.flush()
 
 
 class RepeatFilter(logging.Filter):
-    """Passes a message once per interval; the next one that passes tells how many were suppressed.
+    """Passes a message once per interval; the next one that passes has the number of suppressed messages.
 
-    Messages are the same if their first line and the class of their exception are.
+    Messages are equal if their first lines and the classes of their exceptions are equal.
     """
 
     def __init__(

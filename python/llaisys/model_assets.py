@@ -1,4 +1,5 @@
-"""Everything of a model except its weights: metadata, tokenizer, chat template and sampling defaults."""
+"""ModelAssets: everything of a model except its weights (metadata, tokenizer, chat template, sampling
+defaults)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class ModelAssets:
         """Return the chat template. Raises UnsupportedError if the model has none."""
         if self.template is None:
             raise UnsupportedError(
-                f"{self.name} has no chat template; give one with --chat-template, or use plain completions",
+                f"{self.name} has no chat template; set one with --chat-template, or use plain completions",
                 param="messages",
             )
         return self.template
@@ -82,7 +83,7 @@ def load_model_assets(config: Config) -> ModelAssets:
     Raises RejectedError or UnsupportedError naming the model or the setting.
     """
     if config.models:
-        raise RejectedError("models is for `llaisys serve`; give one model here", param="models")
+        raise RejectedError("models is only for `llaisys serve`; set one model here", param="models")
     if config.session_store is not None:
         check_store(config.session_store)
     resolved = resolve_model(config.model, config.revision)

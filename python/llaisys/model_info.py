@@ -38,7 +38,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class CudaInfo:
-    """CUDA on this machine. If it cannot be used, `reason` says why and all else is empty.
+    """CUDA on this machine. If it cannot be used, `reason` has the cause and all else is empty.
 
     Versions are CUDA versions of the driver and of NVRTC ("13.0"). `libraries`: paths, or bare names that the
     system's loader found.

@@ -1,4 +1,4 @@
-"""The undelivered output of one stream: bounded in bytes, merged, with one reader.
+"""RequestOutputCollector: the undelivered output of one stream, merged and bounded in bytes, for one reader.
 
 The name and the role are those of vLLM's `RequestOutputCollector`. Call it on the event loop only.
 """
@@ -27,7 +27,8 @@ N_LAGS_MAX = 256
 
 
 class RequestOutputCollector:
-    """Hold at most one delta; later ones are merged into it, so the completion does not depend on the reader.
+    """Holds at most one delta; later ones are merged into it, so the completion does not depend on the
+    reader.
 
     A delta that the reader has received counts toward the bound until the next `get`, because it is still
     being sent to a client. The reader lags from the arrival of an output outside `get` until its next `get`:

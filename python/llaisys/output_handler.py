@@ -1,4 +1,4 @@
-"""Pass engine outputs from the client's thread to the event loop, in bounded chunks.
+"""OutputHandler: passes engine outputs from the client's thread to the event loop, in bounded chunks.
 
 vLLM's counterpart is the `output_handler` task of its AsyncLLM.
 """
@@ -18,7 +18,7 @@ OUTPUTS_PER_CHUNK, BYTES_PER_CHUNK = 256, COLLECTOR_BYTES_MAX // 4
 
 
 class OutputHandler:
-    """Process outputs in order. Call `deliver` on the client's thread; the rest runs on the event loop.
+    """Processes outputs in order. Call `deliver` on the client's thread; the rest runs on the event loop.
 
     Readers run between two chunks, so steps that arrive faster than they are processed do not fill the
     collector of a healthy reader. A chunk may contain several steps, which a reader receives as one delta;

@@ -32,7 +32,7 @@ OutputPart: TypeAlias = Content | Reasoning | ToolCall
 
 
 class OutputParser(Protocol):
-    """Divide the text of one completion into its parts.
+    """Divides the text of one completion into its parts.
 
     After joining adjacent parts of one kind, the result does not depend on how the text is divided into
     pushes.

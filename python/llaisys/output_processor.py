@@ -1,4 +1,4 @@
-"""Convert engine outputs (token ids) to request outputs: text, stop strings, logprobs with token texts.
+"""OutputProcessor: converts engine outputs (token ids) to text, stop strings and logprobs with token texts.
 
 It runs on the client side of `EngineClient`: the engine works on ids only, and a stop string reaches it as a
 cancel. One thread owns a processor (the output loop, or the caller of `LLM.generate`).

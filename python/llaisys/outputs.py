@@ -1,4 +1,4 @@
-"""Outputs of a request, shaped as vLLM shapes them."""
+"""The outputs of a request, with vLLM's names and fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepare a request's prompt and bad words as token ids."""
+"""Prepares a request's prompt and bad words as token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The served models by name."""
+"""ModelRegistry: the served models by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llaisys.async_llm import AsyncLLM
-from llaisys.body import Flaw, read_body
+from llaisys.body import InvalidField, read_body
 from llaisys.config import Config
 from llaisys.errors import QueueFullError
 from llaisys.text.tokenizer_pool import TokenizerPool
@@ -17,17 +17,17 @@ class ModelRegistry:
     """Owns an AsyncLLM for each served model. Event loop only."""
 
     def __init__(self, services: Sequence[AsyncLLM], tokenizer_pool: TokenizerPool | None = None) -> None:
-        """The first of `services` is the default. `tokenizer_pool`: theirs, closed with them."""
+        """`services`: the first is the default. `tokenizer_pool`: shared by them, and closed with them."""
         self._tokenizer_pool = tokenizer_pool
         self.services = tuple(services)
         self._by_name = {name: service for service in self.services for name in service.model_names}
 
     @classmethod
     async def start(cls, config: Config, *, n_clients: int = 1) -> ModelRegistry:
-        """Opens every model, one after the other, and loads those that are to be preloaded. For a server: the
-        process may be ended with a stuck engine. `n_clients`: clients with shares, as in `AsyncLLM.start`.
+        """Open every model, one after the other, and load those with `preload`. For servers only: a stuck
+        engine ends the process. `n_clients`: clients with shares, as in `AsyncLLM.start`.
 
-        Raises RejectedError or UnsupportedError, naming the model or the setting; then nothing is left open.
+        Raises RejectedError or UnsupportedError naming the model or the setting, after closing all models.
         """
         services: list[AsyncLLM] = []
         tokenizer_pool = TokenizerPool()
@@ -48,13 +48,14 @@ class ModelRegistry:
         return tuple(self._by_name)
 
     def find(self, name: str | None) -> AsyncLLM | None:
-        """The service of a name; None, empty and `default` mean the first. None if there is no such model."""
+        """Return the service with a name; None, empty and `default` mean the first. None for an unknown
+        name."""
         if not name or (name == "default" and name not in self._by_name):
             return self.services[0]
         return self._by_name.get(name)
 
-    async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
-        """A large body, off the event loop; see `llaisys.body.read_body`."""
+    async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, InvalidField | None]:
+        """Read a large body off the event loop; see `llaisys.body.read_body`."""
         if self._tokenizer_pool is None:
             return await asyncio.to_thread(read_body, raw, model)
         return await self._tokenizer_pool.read_body(raw, model)
@@ -68,18 +69,21 @@ class ModelRegistry:
         return all(service.is_ready() for service in self.services)
 
     def refusal(self, client_id: str = "") -> QueueFullError | None:
-        """Why a client's new request would be refused now, whichever model it names: that of the soonest to
-        have room again. None: it may be taken."""
+        """Return the error if every model would reject a client's new request now, otherwise None.
+
+        It is the error of the model with the shortest `retry_after_s`.
+        """
         refusals = [service.refusal(client_id) for service in self.services]
         known = [each for each in refusals if each is not None]
         return min(known, key=lambda each: each.retry_after_s) if len(known) == len(refusals) else None
 
     def is_stuck(self) -> bool:
-        """Return True once the watchdog stopped an engine of this process: the process should exit."""
+        """Return True once the watchdog has given up an engine of this process; the process should then
+        exit."""
         return any(service.is_stuck() for service in self.services)
 
     def is_lost(self) -> bool:
-        """Return True once any engine is dead and not restarted: the server should stop."""
+        """Return True once any engine is dead and not restarted; the server should then stop."""
         return any(service.is_lost() for service in self.services)
 
     def beat(self) -> None:

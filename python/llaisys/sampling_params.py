@@ -1,4 +1,5 @@
-"""How one request is sampled: `SamplingParams`, its bounds, and the constraint of a structured output."""
+"""SamplingParams: how one request is sampled, with its bounds, and StructuredOutputsParams: its
+constraint."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ BIASES_MAX = 1024
 ALLOWED_IDS_MAX = 1 << 19
 BAD_WORDS_MAX = 128
 TOKENS_MAX = 2**31 - 1
-# The largest `max_num_seqs`; an engine refuses more choices than it can run at a time.
+# The largest `max_num_seqs`; an engine rejects more choices than it can run at a time.
 CHOICES_MAX = 256
 GRAMMAR_BYTES_MAX = 64 << 10
 GRAMMAR_DEPTH_MAX = 64
@@ -65,7 +66,7 @@ class StructuredOutputsParams:
         given = {name: value for name, value in named.items() if value is not None}
         if len(given) != 1:
             raise RejectedError(
-                f"structured_outputs sets {', '.join(given) or 'nothing'}; give exactly one of "
+                f"structured_outputs sets {', '.join(given) or 'nothing'}; set exactly one of "
                 f"{', '.join(named)}",
                 param="structured_outputs",
             )

@@ -1,4 +1,4 @@
-"""`AsyncLLM.sessions`: the API of named sessions."""
+"""SessionClient: the API of named sessions (`AsyncLLM.sessions`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SessionClient", "check_name"]
 
 
 class SessionClient:
-    """Manage sessions by `client_id` and name (1 to 64 of `A-Z a-z 0-9 _ . -`). Clients see their own only.
+    """Manages sessions by `client_id` and name (1 to 64 of `A-Z a-z 0-9 _ . -`). Clients see only their own.
 
     A session keeps the tokens and the KV of the last request that named it. It is in the memory of the loaded
     engine: unloading, closing or restarting the engine drops it, so save a session that must survive.

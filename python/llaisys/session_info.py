@@ -1,4 +1,4 @@
-"""The state of a named session, and the format of its name."""
+"""SessionInfo: the state of a named session, and the format of session names."""
 
 from __future__ import annotations
 

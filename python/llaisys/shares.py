@@ -1,4 +1,4 @@
-"""Division of a bounded resource among clients, if it cannot be taken back. Pure."""
+"""Shares: divides a bounded resource that cannot be reclaimed among clients. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class Shares:
     """Divides `bound` units (queue places, bytes, sessions) among `n_clients` configured clients.
 
-    Half of the units are reserved, in equal parts, at least one for each client; the other half is first
-    come, first served. So a single active client gets more than half, and each client always finds its
-    reserved part free. With too few units for that, the reserved half is first come, first served among
-    clients that use nothing. With one client the whole bound is its own.
+    Half of the units are reserved in equal parts, at least one for each client; the other half is first come,
+    first served. So a single active client gets more than half, and each client always finds its reserved
+    part free. If there are too few units for that, the reserved half is first come, first served among
+    clients that use nothing. A single client gets the whole bound.
     """
 
     bound: int
@@ -34,7 +34,7 @@ class Shares:
         return max(self.bound - self.n_clients * self.reserved, (self.bound - 1) // 2)
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """Return the units that one client can use while the others use nothing."""
         return min(self.bound, self.reserved + self.common)
 

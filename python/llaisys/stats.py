@@ -1,4 +1,5 @@
-"""Counters and histograms as plain values, and the stats of requests. No clock, no exporter."""
+"""EngineStats, ServiceStats and RequestStats: counters and histograms as plain values. No clock, no
+exporter."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ STEP_TOKENS_BOUNDS = (
 )
 # vLLM's bounds for `n` of requests.
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
-# Our own: a step takes milliseconds on a small model and up to `max_step_time_s`; most phases take less.
+# Not from vLLM: a step takes milliseconds on a small model and up to `max_step_time_s`; most phases take
+# less.
 STEP_BOUNDS_S = (
     0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
@@ -99,14 +101,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine after its newest step. Totals count since its start.
+    """The stats of an engine after its newest step. Totals count since its start.
 
     - `num_submitted`: requests taken from the inbox, including rejected ones.
     - `num_queued`: waiting requests, without siblings; `max_num_queued_reqs` bounds them.
       `queue_s`: predicted seconds that the prompts of all waiting requests take.
-    - `num_waiting`: all waiting choices. `waiting_by_reason`: in the queue `capacity` and `preempted`,
-      outside it `sibling` (another choice's prompt) and `remote_kv` (a session that is being restored).
-    - `seq_ids_free`: how many more sequences may run.
+    - `num_waiting`: all waiting choices. `waiting_by_reason`: `capacity` and `preempted` in the queue,
+      `sibling` (another choice's prompt) and `remote_kv` (a session that is being restored) outside it.
+    - `seq_ids_free`: number of sequences that may run in addition.
     - Of the `kv_cells`, `kv_cells_used` are used by running requests or pinned by sessions
       (`kv_cells_session`), `kv_cells_free` are free, and the others can be evicted. `kv_cells_retained` are
       in the prefix cache, whether used or not.
@@ -117,7 +119,7 @@ class EngineStats:
     - `tokens_of_steps`: of all steps that computed something. `seconds_of_phases`: of their phases, by name
       (`engine.stats.PHASES`). The last phase lasts until the next step begins, and counts only while work
       continues.
-    - `seconds_of_cancels`: from a cancel until the cancelled request held no resources.
+    - `seconds_of_cancels`: from a cancel until the canceled request held no resources.
     - `num_violations`: how often an invariant was violated and the engine continued.
     - `finished`: choices by `FinishReason` value.
     """
@@ -152,7 +154,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """What a server reports. Totals count since the start; `finished` is requests by `FinishReason` value.
+    """The stats of a served model. Totals count since the start; `finished`: requests by `FinishReason`
+    value.
 
     - `engine`: the engine's stats; its totals restart when the engine is loaded or restarted.
     - `invariant_violations`: how often an invariant of an engine was violated, including when that ended it.
@@ -211,7 +214,7 @@ class RequestStats:
     """
 
     def __init__(self, max_model_len: int) -> None:
-        """`max_model_len`: tokens of the longest request; it sets the bounds of the token histograms."""
+        """`max_model_len`: tokens of the longest request, for the bounds of the token histograms."""
         self._open: dict[RequestId, _OpenRequest] = {}
         self._finished: Counter[str] = Counter()
         self._prompt_tokens = 0
@@ -239,7 +242,7 @@ class RequestStats:
         self._open[request_id] = _OpenRequest(n_prompt, params, arrival_s)
 
     def record_tokens(self, delta: RequestOutput, now_s: float) -> None:
-        """Record new tokens of one choice: a delta from OutputProcessor."""
+        """Record the new tokens of one choice. `delta`: from OutputProcessor."""
         request = self._open.get(delta.request_id)
         completion = delta.outputs[0]
         n_tokens = len(completion.token_ids)
@@ -268,7 +271,7 @@ class RequestStats:
         self._prefill.observe(now_s - request.arrival_s - delta.queued_s)
 
     def record_end(self, request_id: RequestId, reason: str, now_s: float) -> None:
-        """Record a request's end. Ignored for a request that is not open."""
+        """Record a request's end. No effect for a request that is not open."""
         request = self._open.pop(request_id, None)
         if request is None:
             return
@@ -290,7 +293,7 @@ class RequestStats:
                 self._per_token.observe(decode_s / (n_generated - 1))
 
     def snapshot(self, engine: EngineStats, num_violations: int) -> ServiceStats:
-        """Return all stats, with those of the engine and the number of its invariant violations."""
+        """Return all stats, including those of the engine and the number of its invariant violations."""
         return ServiceStats(
             engine=engine,
             invariant_violations=num_violations,

@@ -1,4 +1,4 @@
-"""A request's timeline as plain values: spans without gaps, each with what the time was spent on. Pure."""
+"""Timeline: what a request's time was spent on, as plain values (spans without gaps). Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TimelineKey: TypeAlias = RequestId | tuple[RequestId, int]
 
 
 class SpanKind(str, Enum):
-    """What time was spent on. Where other requests are the cause, `by` of a span names them."""
+    """What a span of time was spent on. If other requests are the cause, the span's `by` names them."""
 
     QUEUED = "queued"  # by: the requests ahead
     OWN_CHUNK = "own_chunk"  # its own prompt was computed

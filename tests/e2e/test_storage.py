@@ -73,5 +73,5 @@ def test_an_unusable_store_prevents_the_start(tmp_path: Path) -> None:
         [*COMMAND, "serve", MODEL, *flags], capture_output=True, text=True, env=environment(), timeout=END_S
     )
     assert done.returncode == 1, done.stderr
-    assert f"session_store: {tmp_path / 'plain'} is not a folder" in done.stderr
+    assert f"session_store: {tmp_path / 'plain'} is not a writable folder" in done.stderr
     assert "Traceback" not in done.stderr

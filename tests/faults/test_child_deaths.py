@@ -16,7 +16,7 @@ import pytest
 
 from children import engine_processes
 from dying_child import EXIT_CODE
-from engine_client import SETTINGS, Client, capacity
+from engine_client import SETTINGS, Client, sizing
 from golden import FOLDER, load_golden
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
@@ -114,7 +114,7 @@ def test_a_child_that_dies_in_each_load_is_given_up(monkeypatch: pytest.MonkeyPa
     dies(monkeypatch, "during load")
     client.submit_to_a_stopped_child("open").kill()
     assert "SIGKILL" in str(client.end_of("open").error)
-    assert "restarted 3 times, no more" in until_lost(client)
+    assert "restarted 3 times, which is the limit" in until_lost(client)
     assert client.outputs.empty()
     with pytest.raises(EngineDeadError, match="no more"):
         client.submit("late")
@@ -123,7 +123,7 @@ def test_a_child_that_dies_in_each_load_is_given_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_cannot_be_loaded_again_is_given_up(tmp_path: Path) -> None:
     folder = shutil.copytree(FOLDER, tmp_path / "model")
-    client = Client(capacity(folder))
+    client = Client(sizing(folder))
     shutil.rmtree(folder)
     client.submit_to_a_stopped_child("open").kill()
     assert "SIGKILL" in str(client.end_of("open").error)

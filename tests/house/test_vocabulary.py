@@ -61,6 +61,8 @@ RETIRED = {
     "Chronicle": "TimelineRecorder",
     "Story": "Timeline",
     "FairThreads": "FairThreadPool",
+    "EngineHooks": "EngineCallbacks",
+    "Displaced": "Preemption",
     # API and text
     "Mailbox": "RequestOutputCollector",
     "Arrivals": "OutputHandler",
@@ -72,6 +74,7 @@ RETIRED = {
     "TextStream": "IncrementalDetokenizer",
     "AnswerParser": "CompletionParser",
     "CATALOGUE": "CATALOG",
+    "first_flaw": "first_invalid_field",
     # server
     "HostGate": "HostMiddleware",
     "KeyGate": "AuthMiddleware",

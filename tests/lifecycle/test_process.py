@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from children import engine_processes
-from engine_client import SETTINGS, Client, capacity
+from engine_client import SETTINGS, Client, sizing
 from golden import FOLDER, load_golden
 from llaisys import LLM
 from llaisys.async_llm import AsyncLLM
@@ -116,7 +116,7 @@ def test_a_child_that_keeps_dying_is_no_longer_restarted(made: Client) -> None:
         assert "SIGKILL" in str(end.error)
         made.back()
     made.submit_to_a_stopped_child("open").kill()
-    assert "restarted 3 times, no more" in str(made.end_of("open").error)
+    assert "restarted 3 times, which is the limit" in str(made.end_of("open").error)
     with pytest.raises(EngineDeadError, match="no more"):
         made.submit("late")
     assert made.client.error is not None
@@ -156,7 +156,7 @@ def test_a_child_that_sends_an_invalid_message_is_killed(monkeypatch: pytest.Mon
 
 
 def test_the_error_of_loading_a_model_is_raised(tmp_path: Path) -> None:
-    good = capacity()
+    good = sizing()
     bad = replace(good, settings=replace(good.settings, path=tmp_path / "gone"))
     with pytest.raises(RejectedError, match="gone"):
         Client(bad)
@@ -175,7 +175,7 @@ def test_close_ends_what_is_open_once_and_leaves_nothing(
     folder = long_model(tmp_path)
     gc.collect()
     n_fds = psutil.Process().num_fds()
-    made = Client(capacity(folder, num_kv_cells=65536))
+    made = Client(sizing(folder, num_kv_cells=65536))
     made.submit("open", max_tokens=60_000)
     made.client.close()
     made.client.close()

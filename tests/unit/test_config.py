@@ -150,7 +150,7 @@ def test_models_as_text(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
     ("models", "says"),
     [
         ([{"model": "x"}], r"models\[0\]: name is None"),
-        ([{"name": "a"}, {"name": "a"}], r"models\[1\]: name is 'a', expected a text of its own"),
+        ([{"name": "a"}, {"name": "a"}], r"models\[1\]: name is 'a', expected a unique string"),
         ([{"name": "a", "port": 3}], r"models\[0\]: port is the server's"),
         ([{"name": "a", "dtype": "float8"}], r"models\[0\]\.dtype: .*float8"),
         ([{"name": "a", "max_num_sqs": 3}], r"models\[0\]\.max_num_sqs"),
@@ -165,7 +165,7 @@ def test_an_invalid_model_entry_is_rejected_by_position(models: object, says: st
 
 
 def test_model_and_models_exclude_each_other() -> None:
-    with pytest.raises(RejectedError, match="take out model"):
+    with pytest.raises(RejectedError, match="remove model"):
         load_config({"models": [{"name": "a"}], "model": "b"})
 
 

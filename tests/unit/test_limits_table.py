@@ -19,7 +19,7 @@ from fakes.engines import NOW, Engine
 from llaisys.cli.config_flags import flag_of
 from llaisys.config import Config, load_config
 from llaisys.engine.host import Cpus
-from llaisys.engine.memory import Capacity, size_engine
+from llaisys.engine.memory import EngineSizing, size_engine
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import (
@@ -62,7 +62,7 @@ def rows() -> dict[str, Row]:
     return table
 
 
-def sized(**settings: Any) -> Capacity:
+def sized(**settings: Any) -> EngineSizing:
     info = replace(inspect_model(Path("fake")), max_position_embeddings=4096)
     return size_engine(load_config({"num_kv_cells": 4096, **settings}), info, 2**30, Cpus(2))
 
@@ -106,7 +106,7 @@ def max_num_queued_tokens() -> None:
     engine.submit("a", prompt=[1] * 40)
     engine.step()
     engine.submit("waits alone", prompt=[1] * 31)
-    with pytest.raises(QueueFullError, match="32 tokens of prompts would wait, at most 30 may"):
+    with pytest.raises(QueueFullError, match="32 prompt tokens would wait; the limit is 30"):
         engine.submit("one more", prompt=[1])
     engine.engine.cancel("waits alone")
     engine.submit("b", prompt=[1] * 10)

@@ -66,15 +66,15 @@ def test_reserved_and_common_units_add_up_to_the_bound(bound: int, n_clients: in
     shares = Shares(bound, n_clients)
     assert 1 <= shares.reserved <= bound
     assert shares.reserved >= bound // (2 * n_clients)
-    assert shares.most >= bound // 2, "a lone client must be able to use half of the bound"
+    assert shares.maximum >= bound // 2, "a lone client must be able to use half of the bound"
     if 2 * n_clients <= bound:
         assert n_clients * shares.reserved + shares.common == bound
-        assert shares.most < bound
+        assert shares.maximum < bound
 
 
 def test_several_units_are_granted_at_once() -> None:
     shares = Shares(64, 2)
-    assert (shares.reserved, shares.common, shares.most) == (16, 32, 48)
+    assert (shares.reserved, shares.common, shares.maximum) == (16, 32, 48)
     assert shares.allows({}, "a", 48)
     assert not shares.allows({}, "a", 49)
     assert shares.allows({"a": 48}, "b", 16)
@@ -84,6 +84,6 @@ def test_several_units_are_granted_at_once() -> None:
 
 def test_without_several_clients_all_units_are_common() -> None:
     shares = Shares(10)
-    assert shares.most == 10
+    assert shares.maximum == 10
     assert shares.allows({"a": 4}, "b", 6)
     assert not shares.allows({"a": 4}, "b", 7)

@@ -1,4 +1,4 @@
-"""Compute metrics from request records, with the definitions and JSON keys of `vllm bench serve`.
+"""Computes metrics from request records, with the definitions and JSON keys of `vllm bench serve`.
 
 TTFT: from sending to the first text. TPOT: (end - first) / (output tokens - 1), for completions of at least
 two tokens. ITL: gaps between chunks over all completions. E2EL: from sending to the end. Percentiles

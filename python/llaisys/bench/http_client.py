@@ -1,4 +1,4 @@
-"""Send one streamed request to an OpenAI-compatible server and time it; timestamps are taken before
+"""Sends one streamed request to an OpenAI-compatible server and times it, with timestamps taken before
 parsing."""
 
 from __future__ import annotations

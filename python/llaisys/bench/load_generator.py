@@ -1,4 +1,4 @@
-"""Send a workload on schedule, and measure whether the client itself was a bottleneck."""
+"""Sends a workload on schedule, and measures whether the client itself was a bottleneck."""
 
 from __future__ import annotations
 

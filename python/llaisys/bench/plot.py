@@ -1,4 +1,4 @@
-"""Plot a run as one SVG: the distributions of TTFT, TPOT and E2EL, and tokens per second over time.
+"""Plots a run as one SVG: the distributions of TTFT, TPOT and E2EL, and tokens per second over time.
 
 Four step lines need no plotting library.
 """

@@ -1,4 +1,4 @@
-"""Format results as text and as JSON."""
+"""Formats benchmark results as text and as JSON."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys bench serve|throughput|latency`."""
+    """Add `llaisys bench serve|throughput|latency`."""
     parser = add_command(
         commands,
         "bench",

@@ -18,7 +18,7 @@ SAMPLING = [name for name in FIELDS if name not in ("max_tokens", "min_tokens")]
 
 
 def add_serve(benchmarks: Commands) -> None:
-    """`llaisys bench serve`."""
+    """Add `llaisys bench serve`."""
     parser = add_command(
         benchmarks,
         "serve",
@@ -182,7 +182,7 @@ def _add_metric_flags(parser: Parser) -> None:
 
 
 def add_throughput(benchmarks: Commands) -> None:
-    """`llaisys bench throughput [MODEL]`."""
+    """Add `llaisys bench throughput [MODEL]`."""
     parser = add_command(
         benchmarks,
         "throughput",
@@ -199,7 +199,7 @@ def add_throughput(benchmarks: Commands) -> None:
 
 
 def add_latency(benchmarks: Commands) -> None:
-    """`llaisys bench latency [MODEL]`."""
+    """Add `llaisys bench latency [MODEL]`."""
     parser = add_command(
         benchmarks,
         "latency",

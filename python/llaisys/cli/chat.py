@@ -103,9 +103,9 @@ class Conversation:
                     self._complete(line)
 
     def _complete(self, line: str) -> None:
-        """Add a user message and its completion, complete or not; drop a message without one.
+        """Add a user message and its completion, even a partial one; drop a message without a completion.
 
-        A dead engine raises EngineDeadError.
+        Raises EngineDeadError if the engine is dead.
         """
         pieces: list[str] = []
 

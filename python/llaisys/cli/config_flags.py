@@ -1,4 +1,4 @@
-"""Command-line flags generated from the configuration, so that each setting is described once.
+"""Generates command-line flags from the configuration, so that each setting is described once.
 
 `max_num_seqs` becomes `--max-num-seqs`, a bool `--name` and `--no-name`, a tuple a repeatable flag. Settings
 without a flag come from the environment, the file, or the default.
@@ -28,7 +28,7 @@ ALIASES = {
 }
 
 
-# Of a command without a server: an engine's settings, and the key of a client.
+# Settings of commands without a server: those of an engine, and the key of a client.
 CLIENT_SETTINGS = EngineConfig.model_fields.keys() | {"api_key"}
 
 
@@ -58,7 +58,7 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
     values = {name: value for name, value in vars(arguments).items() if name in Config.model_fields}
     named = arguments.model_argument
     if named is not None and values.setdefault("model", named) != named:
-        raise RejectedError(f"MODEL is {named}, --model {values['model']}; give one of them", param="model")
+        raise RejectedError(f"MODEL is {named}, --model {values['model']}; use one of them", param="model")
     return values
 
 
@@ -76,7 +76,7 @@ def explained_config_of(arguments: argparse.Namespace) -> tuple[Config, dict[str
 
 
 def flag_of(name: str) -> str:
-    """`max_num_seqs` -> `--max-num-seqs`."""
+    """Return the flag of a setting: `max_num_seqs` -> `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -116,7 +116,7 @@ def _parser_options(field: FieldInfo) -> dict[str, Any]:
 
 
 def _without_none(annotation: Any) -> Any:
-    """`int | None` -> `int`."""
+    """Return a type without None: `int | None` -> `int`."""
     if get_origin(annotation) in (Union, UnionType):  # the same type from Python 3.14 on
         (annotation,) = [part for part in get_args(annotation) if part is not NoneType]
     return annotation

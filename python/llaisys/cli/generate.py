@@ -15,7 +15,7 @@ MAX_TOKENS_DEFAULT = 256
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys generate [MODEL] --prompt TEXT`."""
+    """Add `llaisys generate [MODEL] --prompt TEXT`."""
     parser = add_command(
         commands,
         "generate",
@@ -50,7 +50,7 @@ def _show(text: str) -> None:
 
 def _stdin() -> str:
     if sys.stdin.isatty():
-        raise RejectedError("there is no prompt; give --prompt TEXT, or pipe a text to stdin", param="prompt")
+        raise RejectedError("there is no prompt; use --prompt TEXT, or pipe a text to stdin", param="prompt")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as e:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class LocalModel:
-    """Drive AsyncLLM from synchronous code, with an event loop that runs only during a completion.
+    """Calls AsyncLLM from synchronous code, with an event loop that runs only during a completion.
 
     A context manager: it loads the model on entry and frees it on exit.
     """
@@ -55,7 +55,7 @@ class LocalModel:
         self._stream_completion(prompt, fields, show)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Show) -> None:
-        """Stream the next message of a conversation likewise. As in the HTTP API, only the context limits
+        """Stream the next message of a conversation to `show`. As in the HTTP API, only the context limits
         it."""
         prompt = self._run(self._llm.chat_prompt(messages))
         self._stream_completion(prompt, {"max_tokens": None, **fields}, show)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        arguments.refuse_unknown(unknown)
+        arguments.error_unknown(unknown)
     try:
         exit_code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()

@@ -11,13 +11,12 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser without abbreviated flags, so that new flags never change the meaning of a
-    script."""
+    """An argument parser without abbreviated flags, so that new flags never break a script."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
-    def refuse_unknown(self, arguments: list[str]) -> NoReturn:
+    def error_unknown(self, arguments: list[str]) -> NoReturn:
         """Exit with an error that names the unknown arguments and the closest flag."""
         flags = re.findall(r"--[a-z][a-z0-9-]*", self.format_help())
         matches = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
@@ -30,7 +29,7 @@ def add_command(commands: Commands, name: str, summary: str, examples: str) -> P
     parser = commands.add_parser(
         name, help=summary, description=summary, epilog=f"examples:\n{_indented(examples)}"
     )
-    parser.set_defaults(refuse_unknown=parser.refuse_unknown)  # a subcommand overrides it
+    parser.set_defaults(error_unknown=parser.error_unknown)  # a subcommand overrides it
     return parser
 
 

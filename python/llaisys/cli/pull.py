@@ -9,7 +9,7 @@ from llaisys.hub import pull
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys pull NAME`."""
+    """Add `llaisys pull NAME`."""
     parser = add_command(
         commands,
         "pull",

@@ -17,8 +17,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """`url`: the server, with or without `/v1`. `key`: empty for none. `model`: a name that the server
-    knows."""
+    """`url`: the server, with or without `/v1`. `key`: empty for none. `model`: a served name."""
 
     url: str
     key: str
@@ -44,7 +43,7 @@ class RemoteModel:
     def _stream_completion(
         self, connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]
     ) -> Iterator[str]:
-        """Yield the pieces of the completion; errors of the consumer are not errors of the connection."""
+        """Yield the pieces of the completion. Errors of the consumer are not treated as connection errors."""
         try:
             connection.request("POST", path, body, headers)
             yield from _texts(connection.getresponse())
@@ -54,7 +53,7 @@ class RemoteModel:
     def _connection(self) -> tuple[http.client.HTTPConnection, str]:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RejectedError(f"{self.url!r} is not an address like http://127.0.0.1:8000", param="url")
+            raise RejectedError(f"{self.url!r} is not a URL like http://127.0.0.1:8000", param="url")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         root = parts.path.rstrip("/").removesuffix("/v1")
         return kind(parts.hostname, parts.port, timeout=TIMEOUT_S), f"{root}/v1/chat/completions"
@@ -63,7 +62,7 @@ class RemoteModel:
 def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
     """Yield the pieces of a stream. Raises RequestFailedError for an error before or in the stream."""
     if response.status != 200:
-        raise RequestFailedError(f"the server answered {response.status}: {_error_text(response.read())}")
+        raise RequestFailedError(f"the server responded {response.status}: {_error_text(response.read())}")
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue

@@ -10,7 +10,7 @@ from llaisys.hub import remove_model
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys rm NAME`."""
+    """Add `llaisys rm NAME`."""
     parser = add_command(
         commands,
         "rm",

@@ -12,7 +12,7 @@ from llaisys.cli.parsing import Commands, add_command
 from llaisys.config import EngineConfig
 from llaisys.errors import RejectedError
 
-# A batch uses the server's handlers, but it listens on no port.
+# The server settings that a batch uses: it has the server's handlers, but does not listen on a port.
 _SETTINGS = EngineConfig.model_fields.keys() | {
     "served_model_name",
     "models",
@@ -24,7 +24,7 @@ _SETTINGS = EngineConfig.model_fields.keys() | {
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys run-batch [MODEL] -i IN -o OUT`."""
+    """Add `llaisys run-batch [MODEL] -i IN -o OUT`."""
     parser = add_command(
         commands,
         "run-batch",

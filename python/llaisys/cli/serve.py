@@ -9,7 +9,7 @@ from llaisys.cli.parsing import Commands, add_command
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys serve [MODEL]`."""
+    """Add `llaisys serve [MODEL]`."""
     parser = add_command(
         commands,
         "serve",

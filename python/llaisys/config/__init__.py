@@ -1,6 +1,6 @@
-"""The settings, in three groups: of an engine, of a served model, and of the server.
+"""The settings, in three groups: EngineConfig, ServedModelConfig and ServerConfig.
 
-`Config` has all of them. Code that needs one group only takes that class: the engine knows no port.
+`Config` combines them. Code that needs only one group uses that class, so the engine has no server settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of one engine: its model, capacity, scheduling and compute resources."""
+"""EngineConfig: the settings of one engine (model, capacity, scheduling and compute resources)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_MODEL = "smollm2"
 
 
 class EngineConfig(BaseModel):
-    """What an engine needs, offline (`LLM`) as in a server."""
+    """The settings of one engine, in `LLM` and in a server."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -39,8 +39,8 @@ class EngineConfig(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="device that runs the model; auto takes the GPU if it can run this model with these "
-        "settings, else the CPU",
+        description="device that runs the model; auto selects the GPU if it can run this model with these "
+        "settings, otherwise the CPU",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -60,7 +60,7 @@ class EngineConfig(BaseModel):
     cuda_overlap: bool = Field(
         True,
         description="launch a decode step before the tokens of the previous one are known (device cuda); "
-        "switch it off to rule it out while debugging",
+        "turn it off only for debugging",
     )
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "int8_per_token_head"] = Field(
         "auto",
@@ -70,7 +70,7 @@ class EngineConfig(BaseModel):
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto",
-        description="source of default sampling parameters: auto takes the model's, vllm takes vLLM's "
+        description="source of default sampling parameters: auto uses the model's, vllm uses vLLM's "
         "neutral defaults",
     )
     chat_template: Path | None = Field(
@@ -78,8 +78,8 @@ class EngineConfig(BaseModel):
     )
     pooling_type: Literal["auto", "mean", "last"] = Field(
         "auto",
-        description="final hidden states that an embedding averages: of all tokens or of the last; auto is "
-        "the model's own choice",
+        description="pooling of embeddings: the mean of all final hidden states, or the last one; auto uses "
+        "the model's setting",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="default seed for requests that do not set one")
 
@@ -245,6 +245,6 @@ class EngineConfig(BaseModel):
     )
     isa: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "scalar"] = Field(
         "auto",
-        description="instruction set of the CPU kernels; auto takes the best that the machine has (`llaisys "
+        description="instruction set of the CPU kernels; auto selects the best of this machine (`llaisys "
         "doctor` lists them); set it to reproduce another machine's results",
     )

@@ -1,4 +1,4 @@
-"""What is read from the environment and the installation outside of the settings: folders and versions."""
+"""Reads folders and versions from the environment and the installation, outside of the settings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ def home_folder() -> Path:
 
 
 def bare_environment() -> dict[str, str]:
-    """Return the variables that a child process needs to start and to know the local time. No setting and no
-    secret is among them."""
+    """Return the environment variables that a child process needs, without settings and secrets."""
     needed = ("LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
     return {name: os.environ[name] for name in needed if name in os.environ}
 
 
 def cuda_library_folders() -> list[Path]:
-    """Return the folders that may hold NVRTC, cublasLt and NCCL, in the order of NVIDIA's cuda-pathfinder.
+    """Return the folders that may contain NVRTC, cublasLt and NCCL, in the order of NVIDIA's cuda-pathfinder.
 
-    `LLAISYS_CUDA_LIB_DIR`; the packages that `llaisys[cuda-tp]` names, each layout of them; a conda
-    environment; `CUDA_PATH` and `CUDA_HOME`. Imports none of those packages.
+    These are `LLAISYS_CUDA_LIB_DIR`, the packages of `llaisys[cuda-tp]` in each layout, a conda environment,
+    `CUDA_PATH` and `CUDA_HOME`. The packages are not imported.
     """
     named = os.environ.get("LLAISYS_CUDA_LIB_DIR")
     folders = [Path(named).expanduser()] if named else []
@@ -47,7 +46,7 @@ def cubin_folder() -> Path:
 
 
 def package_version() -> str:
-    """Return the installed version, or `unknown` if LLAISYS runs from a source tree that is not installed."""
+    """Return the installed version, or `unknown` for a source tree that is not installed."""
     try:
         return version("llaisys")
     except PackageNotFoundError:

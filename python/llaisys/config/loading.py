@@ -1,8 +1,8 @@
-"""Building the configuration from constructor arguments, flags, the environment and a YAML file.
+"""Config and load_config: builds the configuration from arguments, flags, the environment and a YAML file.
 
 The order of precedence: constructor arguments and flags, then `LLAISYS_*`, then YAML, then the default. Each
 field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_NUM_SEQS`) and a YAML key
-(`max_num_seqs`) of the same name. An unknown YAML key or a bad value stops the start and names the key.
+(`max_num_seqs`) of the same name. An unknown YAML key or an invalid value is an error that names the key.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from llaisys.config.engine_config import EngineConfig
 from llaisys.config.server_config import ServedModelConfig, ServerConfig
 from llaisys.errors import RejectedError
 
-FILE_BYTES_MAX = 1 << 20  # of a --config file
-# Where a value comes from, the weakest source first.
+FILE_BYTES_MAX = 1 << 20  # maximum size of a --config file
+# The source of a value, in ascending order of precedence.
 Source: TypeAlias = Literal["default", "file", "environment", "flag"]
 
 
 class Config(ServerConfig, ServedModelConfig, EngineConfig, BaseSettings):
-    """All settings: one server and its models, one or those of `models`. Frozen once made."""
+    """All settings of a server and its models (one model, or those of `models`). Immutable."""
 
     model_config = SettingsConfigDict(
         env_prefix="LLAISYS_", extra="forbid", frozen=True, protected_namespaces=()
     )
 
     def each_model(self) -> tuple[Config, ...]:
-        """One configuration for each served model; the first is the one that requests mean by default.
+        """Return one configuration per served model; the first is the default of requests.
 
-        Raises RejectedError naming the entry of `models` and what is wrong with it.
+        Raises RejectedError naming the invalid entry of `models`.
         """
         if not self.models:
             return (self,)
         if twice := {"model", "served_model_name"} & self.model_fields_set:
             raise RejectedError(
-                f"models names them all; take out {' and '.join(sorted(twice))}", param="models"
+                f"models has all models; remove {' and '.join(sorted(twice))}", param="models"
             )
         shared = self.model_dump(include=self.model_fields_set - ServerConfig.model_fields.keys())
         made: dict[str, Config] = {}
@@ -48,9 +48,9 @@ class Config(ServerConfig, ServedModelConfig, EngineConfig, BaseSettings):
             where, own = f"models[{i}]", {key.replace("-", "_"): value for key, value in entry.items()}
             name = own.pop("name", None)
             if not isinstance(name, str) or not name or name in made:
-                raise RejectedError(f"{where}: name is {name!r}, expected a text of its own", param="models")
+                raise RejectedError(f"{where}: name is {name!r}, expected a unique string", param="models")
             if wrong := sorted(map(str, own.keys() & ServerConfig.model_fields.keys())):
-                raise RejectedError(f"{where}: {wrong[0]} is the server's, not a model's", param="models")
+                raise RejectedError(f"{where}: {wrong[0]} is a setting of the server", param="models")
             values = {**shared, **own, "served_model_name": (name,), "models": ()}
             try:
                 made[name] = Config(**{"model": name, **values})
@@ -59,27 +59,27 @@ class Config(ServerConfig, ServedModelConfig, EngineConfig, BaseSettings):
         stores = [config.session_store.resolve() for config in made.values() if config.session_store]
         if len(stores) > len(set(stores)):
             raise RejectedError(
-                "two models have the same session_store: give each its own", param="session_store"
+                "two models have the same session_store; set a different one for each", param="session_store"
             )
         return tuple(made.values())
 
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 the framework's signature
+        settings_cls: type[BaseSettings],  # noqa: ARG003 -- the framework's signature
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- as above
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- as above
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """No .env files and no secret folders: three sources are enough to explain a value."""
+        """Use arguments, environment and YAML only; no .env files and no secret folders."""
         return (init_settings, env_settings)
 
 
 def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None = None) -> Config:
-    """Builds the configuration from flags (`overrides`), the environment and a YAML file.
+    """Build the configuration from flags (`overrides`), the environment and a YAML file.
 
-    Raises RejectedError naming the key and what is wrong with it.
+    Raises RejectedError naming the key and the error.
     """
     return explain_config(overrides, yaml_path)[0]
 
@@ -87,7 +87,7 @@ def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None 
 def explain_config(
     overrides: dict[str, Any] | None = None, yaml_path: Path | None = None
 ) -> tuple[Config, dict[str, Source]]:
-    """The configuration as `load_config` builds it, and where each of its values comes from."""
+    """Build the configuration as `load_config` does; also return the source of each value."""
     values = dict(overrides or {})
     sources: dict[str, Source] = {}
     from_environment = {name.upper() for name in os.environ}  # pydantic-settings reads them in any case
@@ -108,7 +108,7 @@ def explain_config(
 
 
 def _first_of(error: ValidationError) -> str:
-    """`key: what is wrong (got the value)` of its first complaint."""
+    """Return the first error as `key: message (got the value)`."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "configuration"
     shown = "" if key.startswith("api_key") else f" (got {first['input']!r})"
@@ -119,7 +119,7 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with path.open("rb") as file:  # the shell's `<(...)`, too, so it may be a FIFO
+        with path.open("rb") as file:  # may be a FIFO, such as the shell's `<(...)`
             raw = file.read(FILE_BYTES_MAX + 1)
         loaded = yaml.safe_load(raw.decode("utf-8")) if len(raw) <= FILE_BYTES_MAX else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
@@ -130,6 +130,6 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise RejectedError(
-            f"{path} holds a {type(loaded).__name__}, expected key: value lines", param="config"
+            f"{path} contains a {type(loaded).__name__}, expected key: value lines", param="config"
         )
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}

@@ -1,4 +1,4 @@
-"""The settings that only a server has: of each model that it serves, and of the server itself."""
+"""ServerConfig and ServedModelConfig: the settings of a server, and of each model that it serves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode
 
-# Settings whose values are never shown. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are no settings: libraries
+# Settings whose values are never shown. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are not settings; libraries
 # read them.
 SECRETS = frozenset({"api_key"})
 
 
 class ServedModelConfig(BaseModel):
-    """How a server serves one model. Offline commands have no use for these."""
+    """How a server serves one model. Offline commands do not use these settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -44,7 +44,7 @@ class ServedModelConfig(BaseModel):
 
 
 class ServerConfig(BaseModel):
-    """One server, whatever it serves. An entry of `models` cannot set these: all models share them."""
+    """The settings of one server. All its models share them; an entry of `models` cannot set them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -169,10 +169,10 @@ class ServerConfig(BaseModel):
     @field_validator("api_key", mode="before")
     @classmethod
     def _keys(cls, value: Any) -> Any:
-        """Read keys like `_one_or_many`; refuse an empty key, which anybody could send."""
+        """Read keys as `_one_or_many` does; reject an empty key, which anybody could send."""
         keys = cls._one_or_many(value) or ([value] if isinstance(value, str) else value)
         if isinstance(keys, (list, tuple)) and any(not str(key).replace(",", "").strip() for key in keys):
-            raise ValueError("a key is empty; is the shell variable unset that should hold it?")
+            raise ValueError("a key is empty; check that the shell variable with the key is set")
         return keys
 
     @field_validator("served_model_name", "allowed_origins", "allowed_hosts", mode="before")
@@ -186,7 +186,7 @@ class ServerConfig(BaseModel):
     @field_validator("models", mode="before")
     @classmethod
     def _entries(cls, value: Any) -> Any:
-        """Read a list of mappings (YAML), each as YAML or JSON text (flags), or all as one text
+        """Read a list of mappings (YAML), a YAML or JSON text per entry (flags), or one text
         (environment)."""
         try:
             value = yaml.safe_load(value) if isinstance(value, str) else value

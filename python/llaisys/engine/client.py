@@ -1,6 +1,6 @@
-"""EngineClient: the only interface to an engine, and its form for an engine on a thread of this process.
+"""EngineClient: the only interface to an engine. InprocClient: an engine on a thread of this process.
 
-The form for an engine in a process of its own is in `process.py`.
+`process.py` has the client of an engine in a child process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from llaisys.engine.engine import LLMEngine
-from llaisys.engine.engine_output import EngineOutput, refusal
+from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.loop import EngineListener, EngineLoop
 from llaisys.engine.messages import Cancel, Submit, TimelineReply, TimelineRequest
@@ -43,32 +43,31 @@ from llaisys.timeline import Timeline
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
-# Session and timeline requests that may be open at the same time; a session request may hold a piece of a
-# file.
+# Session and timeline requests that may be open at the same time. Each may hold one piece of a session file.
 CALLS_MAX = 16
 
 
 class EngineConnection(Protocol):
-    """The channel to one running engine."""
+    """A connection to one running engine."""
 
     def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
         """Queue a message for the engine's next step. Never waits; may be called from any thread."""
 
 
 class EngineClient(ABC):
-    """Submits requests to an engine and receives its outputs once a step. Base class of both forms.
+    """Submits requests to an engine and receives its outputs once per step. Base class of both clients.
 
-    Owns the set of open request ids. An id is in it from `submit` until its last output. Whichever thread
-    removes the id ends the request, so each request ends exactly once: the engine's side, or a `submit`
-    that finds the engine dead. `submit` and `cancel` may be called from any thread; `deliver` is called on
-    a thread of the client's own.
+    Owns the set of open request ids. An id is in the set from `submit` until its last output. The thread that
+    removes the id ends the request, so each request ends exactly once. That thread is the engine's, or the
+    caller of a `submit` that finds the engine dead. `submit` and `cancel` may be called from any thread;
+    `deliver` is called on a thread of the client.
 
-    `_connection` leads to the running engine; None: there is none now. A message to an engine that has died
-    is lost, and its request has been ended. A process forked from the owner has no engine.
+    `_connection`: the running engine; None: there is none now. A message to a dead engine is lost; its
+    request has ended already. A process forked from the owner has no engine.
     """
 
     def __init__(self, limits: Limits, deliver: Deliver, watchdog: EngineWatchdog | None) -> None:
-        """`watchdog`: of this process."""
+        """`watchdog`: the watchdog of this process."""
         self._watchdog = watchdog
         self._limits = limits
         self._deliver = deliver
@@ -120,7 +119,8 @@ class EngineClient(ABC):
         """Submit a request; its outputs follow through `deliver`.
 
         Raises RejectedError or ContextLengthError (the request could never run), QueueFullError,
-        EngineDeadError. If only the engine finds its queue full, the request's one output says so instead.
+        EngineDeadError. If the queue turns out to be full only in the engine, the request's single output has
+        the error instead.
         """
         connection = self._connection
         if connection is None or not self._is_owner():
@@ -138,12 +138,12 @@ class EngineClient(ABC):
             self._remove_open(request_id)
             raise
         if self._connection is not connection and self._remove_open(request_id):
-            raise self._dead_error()  # the engine died meanwhile, and `_end_all` has missed this request
+            raise self._dead_error()  # the engine died in between, and `_end_all` missed this request
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """Cancel a request, or one choice of it, within one step; its ABORT output follows.
 
-        The id of an ended or unknown request is ignored.
+        Ids of ended or unknown requests are ignored.
         """
         connection = self._connection
         if connection is None or not self._is_owner() or request_id not in self._open:
@@ -152,23 +152,23 @@ class EngineClient(ABC):
         if not {index, None} & cancelled:
             cancelled.add(index)
             connection.send(Cancel(request_id, index, time.monotonic()))
-        if request_id not in self._open:  # the request ended meanwhile
+        if request_id not in self._open:  # the request ended in between
             self._cancelled.pop(request_id, None)
 
     def call_session(self, request: SessionRequest) -> Future[list[SessionInfo]]:
-        """Send a request about a client's sessions; its `call_id` is assigned here.
+        """Send an operation on a client's sessions; its `call_id` is assigned here.
 
-        The future, which cannot be cancelled, gets the session (all sessions for `list`) or the error. Raises
-        EngineDeadError, or ExhaustedError beyond CALLS_MAX open calls.
+        The future gets the session (all sessions for `list`) or the error; it cannot be canceled. Raises
+        EngineDeadError, or ExhaustedError if CALLS_MAX calls are open.
         """
         return self._call(
             request.client_id, lambda call_id: msgspec.structs.replace(request, call_id=call_id)
         )
 
     def timelines(self, request_id: RequestId, client_id: str = "") -> Future[dict[int, Timeline]]:
-        """Ask for the timeline of each choice of a request; empty for a request that is not known.
+        """Request the timeline of each choice of a request; empty for an unknown request.
 
-        Raises as `call_session`.
+        Raises the errors of `call_session`.
         """
         return self._call(client_id, lambda call_id: TimelineRequest(call_id, request_id))
 
@@ -182,7 +182,7 @@ class EngineClient(ABC):
         shares = Shares(CALLS_MAX, self._limits.n_clients)
         if not shares.allows(Counter(self._callers.values()), client_id):
             raise ExhaustedError(
-                f"{shares.most} session and timeline requests are open, which is the limit; try again later"
+                f"{shares.maximum} session and timeline requests are open, which is the limit; try later"
             )
         call_id, future = next(self._call_ids), Future[Any]()
         future.set_running_or_notify_cancel()
@@ -203,14 +203,15 @@ class EngineClient(ABC):
 
     @property
     def num_violations(self) -> int:
-        """How often an invariant of its engines was violated, whether that ended the engine or not."""
+        """Number of violated invariants in all engines of this client, including those that ended an
+        engine."""
         return self._num_ended_by_violation + self._stats.num_violations
 
     def queue_full_error(self, client_id: str = "") -> QueueFullError | None:
         """Return the error that a request of this client would get now; None if it would be accepted.
 
-        The client may have all its requests open. With a single client, the queue may also be full after
-        the newest step, which has admitted every request it could.
+        The client may have reached its limit of open requests. With a single client, the queue may also be
+        full after the newest step, which has admitted every request that it could.
         """
         limits = self._limits
         is_queue_full = limits.n_clients < 2 and 0 < limits.max_num_queued_reqs <= self._stats.num_queued
@@ -234,9 +235,9 @@ class EngineClient(ABC):
             self._watchdog.beat()
 
     def close(self) -> None:
-        """End the engine and every open request (EngineDeadError: shutting down), and wait for it.
+        """End every open request (EngineDeadError: shutting down), stop the engine and wait for it.
 
-        Idempotent. Does nothing in a process that was forked from the owner.
+        Idempotent. Has no effect in a process forked from the owner.
         """
         atexit.unregister(self._close_at_exit)
         if self._is_owner():
@@ -245,10 +246,9 @@ class EngineClient(ABC):
     # --- for the two forms ---
 
     def _close_at_exit(self) -> None:
-        """Close, even on Ctrl-C: a native thread that returns into a finalized interpreter aborts the
-        process.
+        """Close at interpreter exit, also after Ctrl-C. Takes at most one step.
 
-        Takes one step at most.
+        Otherwise a native thread would return into a finalized interpreter, which aborts the process.
         """
         while True:
             try:
@@ -259,15 +259,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _stop(self) -> None:
-        """End the engine and wait for its end."""
+        """Stop the engine and wait until it has ended."""
 
     @property
     def _inbox_max(self) -> int:
-        """Messages that may wait for a step.
+        """Maximum number of messages that wait for a step.
 
-        Enough for all open requests and calls, and for as many that replace those that end meanwhile. A
-        request sends one Submit, one Cancel for each of its choices (`check` bounds them) and one for all
-        of them.
+        Enough for all open requests and calls, and for the same number that replace them in one step. A
+        request sends one Submit, one Cancel for each of its choices (`check` bounds them) and one for all of
+        them.
         """
         n_choices = min(CHOICES_MAX, self._limits.max_num_seqs)
         return 2 * ((n_choices + 2) * self._open_max + CALLS_MAX)
@@ -303,7 +303,7 @@ class EngineClient(ABC):
         self._is_lost = final
         self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)
         last = [
-            refusal(request_id, _copy(error))
+            rejected_output(request_id, _copy(error))
             for request_id in list(self._open)
             if self._remove_open(request_id)
         ]
@@ -320,7 +320,7 @@ class EngineClient(ABC):
         limits, shares = self._limits, self._open_shares
         why = f"{limits.max_num_seqs} requests may run and {limits.max_num_queued_reqs} may wait"
         if shares.n_clients > 1:
-            why = f"a client may have {shares.reserved} requests open, or {shares.most} if it is the only one"
+            why = f"a client may have {shares.reserved} open requests, or {shares.maximum} if it is alone"
         return QueueFullError(f"too many open requests: {why}", retry_after_s=self._stats.queue_s)
 
     def _is_owner(self) -> bool:
@@ -332,7 +332,7 @@ class EngineClient(ABC):
         return _copy(self._error or EngineDeadError("the engine has just been restarted; try again"))
 
     def _remove_open(self, request_id: RequestId) -> bool:
-        """Remove the id of an open request; return True only to the caller that removed it."""
+        """Remove the id of an open request; return True only to the caller that has removed it."""
         try:
             del self._open[request_id]
         except KeyError:
@@ -342,7 +342,7 @@ class EngineClient(ABC):
 
 
 def _copy(error: EngineDeadError) -> EngineDeadError:
-    """Copy an error for each request that raises it: a raised exception collects stack frames."""
+    """Return a copy of an error. Each request raises its own copy, because raising adds stack frames."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy
@@ -367,7 +367,7 @@ class InprocClient(EngineClient):
         )
         self._loop = EngineLoop(build, listener, self._inbox_max, watchdog)
         self._connection = self._loop
-        # Registered first: a program interrupted while the model loads also waits for the thread.
+        # Register this first, so that a program interrupted during the load also waits for the thread.
         atexit.register(self._close_at_exit)
         try:
             self._set_limits(self._loop.start())

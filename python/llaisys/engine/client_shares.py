@@ -1,11 +1,12 @@
-"""Each client's share of what runs: sequence ids and KV cells. Pure.
+"""Shares of sequence ids and KV cells for each client. Pure.
 
-With several configured clients, a client may run whatever the others leave. A client that has requests, and
-runs fewer of them than its share, gets a sequence id at once: the scheduler preempts the newest request that
-is above the share of its own client. The share is an equal part among the clients that have open requests.
+With several configured clients, a client may use everything that the others leave unused. A client with
+waiting requests that runs fewer than its share gets a sequence id at once. For that, the scheduler preempts
+the newest request above the share of its own client. A share is an equal part among the clients with open
+requests.
 
-A preempted request may become worst-case reserved, and is then preempted no more. So that reserved requests
-cannot use all capacity, one client runs no more of them than fit its part among all configured clients.
+A worst-case-reserved request is not preempted again. So that such requests cannot use all capacity, a client
+runs only as many of them as fit its part among all configured clients.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.request import Request
 from llaisys.engine.request_queue import WaitingQueue, queue_key
 
-# Whether a running request is within its client's share.
+# Levels of a running request, compared with its client's share.
 WITHIN, ABOVE_CELLS, ABOVE_IDS = range(3)
 
 
 class ClientShares:
     """The shares of one plan.
 
-    - `is_contended`: several clients have requests that run or wait. Otherwise nothing is above a share.
+    - `is_contended`: several clients have running or waiting requests. Otherwise nothing is above a share.
     - `n_ids`, `n_cells`: one client's share of the sequence ids, at least 1, and of the cells.
     - `order`: the running requests, those within their client's share first, each part in queue order. The
-      last is the first to be preempted. The first is that of the queue order, which is never preempted.
+      scheduler preempts from the end. The first request in queue order stays first and is never preempted.
     """
 
     def __init__(self, limits: Limits, running: Sequence[Request], waiting: WaitingQueue) -> None:
@@ -46,7 +47,8 @@ class ClientShares:
         self.is_contended = len(clients) > 1
         self.n_ids = max(1, limits.max_num_seqs // max(1, len(clients)))
         self.n_cells = limits.n_cells // max(1, len(clients))
-        # Those that are never preempted count first: the others of their client are above its share.
+        # Count requests that are never preempted first, so that the others of their client are above the
+        # share.
         oldest = running[:1]
         for request in sorted(
             running, key=lambda r: (r not in oldest and not r.worst_case_reserved, queue_key(r))
@@ -58,7 +60,7 @@ class ClientShares:
             self.order = sorted(running, key=lambda r: (self.level(r), queue_key(r)))
 
     def admit(self, request: Request) -> None:
-        """Count a request that runs from now on."""
+        """Count a request as running."""
         client = request.source.client_id
         self._running[client] += 1
         self._cells[client] += _cells_of(request)
@@ -68,7 +70,7 @@ class ClientShares:
             self._reserved.setdefault(client, []).append(request)
 
     def preempt(self, requests: Sequence[Request]) -> None:
-        """Uncount these running requests."""
+        """Stop counting these running requests."""
         for request in requests:
             self._running[request.source.client_id] -= 1
             self._cells[request.source.client_id] -= _cells_of(request)
@@ -87,8 +89,8 @@ class ClientShares:
         return client not in self._prefilling and self._level_of_next(client, _cells_of(request)) == WITHIN
 
     def furthest_below(self, heads: Iterable[Request]) -> Request | None:
-        """Return, of the heads of client queues, that of the client below its share with the fewest
-        running."""
+        """Return the head of the client below its share that runs the fewest requests; None if no client
+        is."""
         below = [head for head in heads if self.is_below(head)]
         fewest = {head: self._running[head.source.client_id] for head in below}
         return min(below, key=lambda r: (fewest[r], queue_key(r)), default=None)
@@ -99,10 +101,10 @@ class ClientShares:
         if limits.n_clients < 2 or not request.worst_case_reserved:
             return True
         mine = self._reserved.get(request.source.client_id, ())
-        # One less than the share, which leaves a request that can be preempted above it.
-        n_most = max(1, limits.max_num_seqs // limits.n_clients - 1)
+        # One less than the share, so that one request above it can be preempted.
+        n_max = max(1, limits.max_num_seqs // limits.n_clients - 1)
         n_cells = sum(each.token_limit for each in mine) + request.token_limit
-        return not mine or (len(mine) < n_most and n_cells <= limits.n_cells // limits.n_clients)
+        return not mine or (len(mine) < n_max and n_cells <= limits.n_cells // limits.n_clients)
 
     def preemptible(self, head: Request) -> list[Request]:
         """Return the running requests that may be preempted for `head`'s client, in order of preemption."""
@@ -115,7 +117,8 @@ class ClientShares:
         ]
 
     def _level_of_next(self, client: str, n_cells: int) -> int:
-        """Return the level of a client's next request, with `n_cells` cells, after those counted so far."""
+        """Return the level of a client's next request of `n_cells` cells, after the requests counted so
+        far."""
         if self._running[client] >= self.n_ids:
             return ABOVE_IDS
         is_large = self._running[client] > 0 and self._cells[client] + n_cells > self.n_cells
@@ -123,7 +126,7 @@ class ClientShares:
 
 
 def _cells_of(request: Request) -> int:
-    """Return the cells that a request needs alone; those of a shared prompt count for the first choice."""
+    """Return the cells of a request; cells of a shared prompt count for the first choice only."""
     if request.num_reclaimed or request.leader is None:
         return len(request.token_ids) - request.num_reclaimed
     return request.num_output

@@ -1,5 +1,7 @@
-"""LLMEngine: submit, step, cancel. It owns every open request and applies the result of each step. One
-thread."""
+"""LLMEngine: submit, step, cancel. It owns every open request and applies the result of each step.
+
+Not thread-safe: the engine thread (`EngineLoop`) makes every call.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
     Cancelled,
-    Displaced,
     EngineRequest,
     Event,
     Expired,
     Failed,
     Finished,
+    Preemption,
     Request,
     Restored,
     RestoreFailed,
@@ -34,7 +36,7 @@ from llaisys.engine.request import (
 from llaisys.engine.request_queue import OpenRequests, RoundRobinState
 from llaisys.engine.scheduler import Admission, Scheduler, SchedulerOutput, SchedulerView
 from llaisys.engine.sessions.manager import Session, SessionManager
-from llaisys.engine.sessions.transfer import EngineHooks, SessionRequestHandler
+from llaisys.engine.sessions.transfer import EngineCallbacks, SessionRequestHandler
 from llaisys.engine.stats import EngineStatsRecorder
 from llaisys.engine.structured_output import StructuredOutputManager
 from llaisys.engine.timeline import NAMED_REQUESTS_MAX, TimelineRecorder
@@ -50,16 +52,18 @@ from llaisys.outputs import RequestId
 from llaisys.stats import EngineStats
 from llaisys.timeline import Timeline
 
-# All counts are verified when the engine becomes idle, and once in this many steps.
+# All counts are verified when the engine becomes idle, and every this many steps.
 _STEPS_BETWEEN_CHECKS = 1024
-# If twice within this many seconds nothing runs and the next request cannot start, the engine ends.
+# The engine ends if twice within this many seconds nothing runs and the next request cannot start.
 _STUCK_S = 60.0
 
 
 class LLMEngine:
-    """Invariants: only running choices hold a sequence id, cells and a pinned prefix; each choice of an
-    accepted request gets exactly one output with a finish reason; the last of these is the request's
-    `last`."""
+    """Runs the requests of one model, step by step.
+
+    Invariants: only running choices hold a sequence id, cells and a pinned prefix. Each choice of an accepted
+    request gets exactly one output with a finish reason; the last of these outputs is marked `last`.
+    """
 
     def __init__(
         self, executor: Executor, limits: Limits, seed: int, grammar_compiler: GrammarCompiler | None = None
@@ -73,8 +77,8 @@ class LLMEngine:
         self._scheduler, self._requests = Scheduler(), OpenRequests()
         self._open = self._requests.by_ordinal
         self.sessions = SessionManager(self._kv_cache, limits)
-        hooks = EngineHooks(self._n_available_cells, self.begin_restore, self.end_restore)
-        self.session_requests = SessionRequestHandler(self.sessions, self._kv_cache, limits, hooks)
+        callbacks = EngineCallbacks(self._n_available_cells, self.begin_restore, self.end_restore)
+        self.session_requests = SessionRequestHandler(self.sessions, self._kv_cache, limits, callbacks)
         self._pending: list[EngineOutput] = []
         self._round_robin = RoundRobinState()
         self._last_deadline_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
@@ -89,7 +93,7 @@ class LLMEngine:
         return self._limits
 
     def timelines(self, request_id: RequestId, now_s: float) -> dict[int, Timeline]:
-        """Return the timelines of a request's choices by index; those no longer recorded are left out."""
+        """Return the timelines of a request's choices by index, without those no longer recorded."""
         return self._timelines.timelines(request_id, now_s)
 
     @property
@@ -115,7 +119,7 @@ class LLMEngine:
     # --- submit and cancel ---
 
     def submit(self, source: EngineRequest) -> None:
-        """Accept a request into the queue, with one record for each of its `n` choices.
+        """Add a request to the queue, with one record for each of its `n` choices.
 
         Raises RejectedError, ContextLengthError (it could never run) or QueueFullError, without side effects.
         """
@@ -146,7 +150,7 @@ class LLMEngine:
         self._num_choices += len(choices)
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> bool:
-        """End a request, or one choice of it, now; its ABORT outputs come with the next step.
+        """End a request, or one choice of it, now; the next step returns its ABORT outputs.
 
         Return False if it is unknown or has ended.
         """
@@ -154,15 +158,15 @@ class LLMEngine:
         self._pending += [self._finish(choice, Cancelled()) for choice in named]
         return bool(named)
 
-    # --- restored sessions: their requests wait, and delay no other request ---
+    # --- restored sessions: their requests wait outside the queue ---
 
     def begin_restore(self, session: Session) -> None:
-        """From now on, requests that name the session wait for `end_restore`."""
+        """Make requests that name the session wait until `end_restore`."""
         session.is_restoring = True
 
     def end_restore(self, session: Session, error: LlaisysError | None = None) -> None:
-        """The session is restored and its requests join the queue. With an `error`, end them with it and
-        delete the session."""
+        """Queue the requests of a restored session. With an `error`, end them with it and delete the
+        session."""
         session.is_restoring = False
         if error is not None:
             self.sessions.delete(session)
@@ -185,7 +189,7 @@ class LLMEngine:
         return bool(self._requests.running or self._requests.waiting or self._pending)
 
     def wait_s(self) -> float | None:
-        """Return the seconds until a step is due if nothing else happens; None: never."""
+        """Return the seconds until a step is due without new messages; None: never."""
         if self.has_work() or self.session_requests.is_ready:
             return 0.0
         waits = [self._limits.timeout_scan_s] if self._requests.parked else []
@@ -196,8 +200,8 @@ class LLMEngine:
     def step(self, now_s: float) -> list[EngineOutput]:
         """Plan, run one batch, and apply its result. Outputs are in the order of events.
 
-        Raises EngineDeadError or BrokenInvariant if the engine cannot continue; open requests have no end
-        yet.
+        Raises EngineDeadError or BrokenInvariant if the engine cannot continue; the caller then ends the open
+        requests.
         """
         outputs, self._pending = self._pending, []
         self._stats.begin_step(now_s)
@@ -253,7 +257,7 @@ class LLMEngine:
             sum(map(cache.n_cached, range(self._limits.n_streams))),
         )
         n_used = self._worker.n_cells_used
-        # Without prefix caching, siblings share cells that are counted for none of them.
+        # Without prefix caching, siblings share cells that count for none of them.
         has_forks = not self._kv_cache.caches_prefixes and any(r.num_shared for r in running)
         if n_used < n_own + n_cached or (n_used > n_own + n_cached and not has_forks):
             raise BrokenInvariant(f"{n_used} cells are used; requests own {n_own}, the cache has {n_cached}")
@@ -261,7 +265,7 @@ class LLMEngine:
         self._executor.check()
 
     def close(self) -> None:
-        """Free the core. The caller ends open requests and calls."""
+        """Free the core. The caller ends open requests and session calls."""
         self.session_requests.close()
         self._structured.close()
         self._executor.close()
@@ -284,7 +288,7 @@ class LLMEngine:
         )
 
     def _plan(self, now_s: float) -> SchedulerOutput:
-        """Plan the next step. If cells are short, sessions lose their pins before a request is preempted."""
+        """Plan the next step. If cells are short, unpin sessions before preempting a request."""
         plan = self._scheduler.schedule(self._view(now_s))
         while plan.lacks_cells and self.sessions.unpin_least_recent():
             plan = self._scheduler.schedule(self._view(now_s))
@@ -299,7 +303,7 @@ class LLMEngine:
         return sum(self._kv_cache.n_allocatable()) + self.sessions.n_pinned
 
     def _prepare(self, plan: SchedulerOutput, now_s: float) -> list[EngineOutput]:
-        """Carry out a plan up to its batch; return the outputs of requests that ended."""
+        """Carry out a plan except for its batch; return the outputs of requests that ended."""
         outputs = []
         self._round_robin = plan.round_robin
         self._last_deadline_scan_s = now_s if plan.scanned_deadlines else self._last_deadline_scan_s
@@ -327,8 +331,7 @@ class LLMEngine:
         return outputs
 
     def _admit(self, admission: Admission, pin: Pin | None) -> list[EngineOutput]:
-        """Acquire a sequence and attach the computed prefix; a request that the core rejects ends here,
-        alone."""
+        """Acquire a sequence and attach the computed prefix. A request that the core rejects ends here."""
         request = self._open[admission.ordinal]
         try:
             seq_id = self._worker.open_sequence(request, admission.stream)
@@ -354,15 +357,15 @@ class LLMEngine:
         return []
 
     def _preempt(self, request: Request) -> None:
-        """Stop a running request; what it computed stays in the prefix cache until it is evicted."""
+        """Stop a running request; its computed prefix stays cached until it is evicted."""
         self._kv_cache.free(request, is_valid=True)
-        request.state = advance(request.state, Displaced())
+        request.state = advance(request.state, Preemption())
         request.num_preempted += 1
         self._stats.num_preempted += 1
         self._requests.requeue(request)
 
     def _batch(self, plan: SchedulerOutput, outputs: list[EngineOutput]) -> Batch:
-        """Return the batch of the requests that are still open: an admission or a grammar may have failed."""
+        """Return the batch of the plan, without requests whose admission or grammar has failed."""
         decode = [self._open[ordinal] for ordinal in plan.decode]
         chunks = []
         for chunk in plan.chunks:
@@ -376,8 +379,10 @@ class LLMEngine:
         return batch
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:
-        """No request could continue, which is a bug. If all counts are right, end the next waiting request,
-        once."""
+        """Handle a step in which no request could continue, which is a bug.
+
+        If all counts are right, end the next waiting request, once; otherwise raise BrokenInvariant.
+        """
         self.check()
         n_running, waiting = len(self._requests.running), self._requests.waiting
         if n_running or now_s - self._stuck_s < _STUCK_S:
@@ -403,7 +408,7 @@ class LLMEngine:
             request.num_computed += 1
             request.last_step = step
             entry = logprobs.get(item)
-            if request.num_output == 0:  # the chunks before left one token of the prompt
+            if request.num_output == 0:  # earlier chunks left one token of the prompt
                 outputs.append(self._first_token(request, ids[item], entry))
                 continue
             event = request.append_token(ids[item])
@@ -424,14 +429,13 @@ class LLMEngine:
                 self._reclaim(batch.request(item))
 
     def _reclaim(self, request: Request) -> None:
-        """Free the cells that no later row sees, unless a sibling that waits may still fork from the
-        request."""
+        """Free the cells that no later row sees, unless a waiting sibling may still fork from the request."""
         siblings = self._requests.choices(request.request_id) if request.source.params.n > 1 else (request,)
         if all(isinstance(sibling.state, Running) for sibling in siblings):
             self._kv_cache.reclaim(request)
 
     def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Append the first token since the admission; the computed prompt is cached for other requests."""
+        """Append the first token since the admission, and cache the computed prompt for other requests."""
         if request.pool is not None:
             return self._finish(request, *embedding_of(request))
         self._kv_cache.cache_computed(request)
@@ -449,9 +453,9 @@ class LLMEngine:
         return output if event is None else self._finish(request, event, output)
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
-        """End a choice: release what it holds, remove it, and return its only output with a finish reason.
+        """End a choice: release its resources, remove it, and return its only output with a finish reason.
 
-        The session of an expired request is updated by `_prepare`, after the eviction.
+        The session of an expired request is updated in `_prepare`, after the eviction.
         """
         if isinstance(request.state, Running):
             n_computed, stream = request.num_computed, request.state.stream

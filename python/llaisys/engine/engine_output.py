@@ -1,4 +1,4 @@
-"""The engine's output: one value per choice and step. Plain data that can be serialized."""
+"""EngineOutput: what the engine returns, one value per choice and step. Plain data that can be serialized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llaisys.outputs import FinishReason, RequestId
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of one position of prompt or output, of the model's own distribution.
+    """Logprobs of one position of prompt or output, from the model's unmodified distribution.
 
     `rank`: the rank of the token at this position, from 1. `top`: the best ids with their logprobs, in
     descending order.
@@ -26,15 +26,16 @@ class TokenLogprobs:
 class EngineOutput:
     """New tokens or the end of one choice of a request. Not frozen: one is made for each row of each step.
 
-    - `index`: which choice. The output with a `finish_reason` is the choice's last, and there is exactly one.
-    - `last`: the request's one last output: no other choice of it is open.
+    - `index`: the choice. Exactly one output of a choice has a `finish_reason`, and it is the choice's last.
+    - `last`: the last output of the request; no other choice of it is open.
     - `new_logprobs`: aligned with `new_token_ids`, or None if not requested.
-    - `stop_reason`: the id of `stop_token_ids` that ended it; None for eos.
-    - `num_cached_tokens`: prompt tokens taken from the prefix cache; in the first output of choice 0.
-    - `queued_s`: seconds from arrival until it was first admitted; in the first output of each choice.
-    - `new_prompt_logprobs`: of the prompt's tokens from the second on, if requested; in the same output.
-    - `embedding`: the result of an embedding request; see `types.RequestOutput`.
-    - `error`: set with the reasons TIMEOUT and ERROR only.
+    - `stop_reason`: the id of `stop_token_ids` that ended the choice; None for eos.
+    - `num_cached_tokens`: prompt tokens found in the prefix cache; in the first output of choice 0.
+    - `queued_s`: seconds from arrival until first admission; in the first output of each choice.
+    - `new_prompt_logprobs`: one entry per prompt token from the second on, if requested; in the first output
+      of choice 0.
+    - `embedding`: the result of an embedding request; see `outputs.RequestOutput`.
+    - `error`: set only with the finish reasons TIMEOUT and ERROR.
     """
 
     request_id: RequestId
@@ -51,6 +52,6 @@ class EngineOutput:
     embedding: bytes | None = None
 
 
-def refusal(request_id: RequestId, error: LlaisysError) -> EngineOutput:
+def rejected_output(request_id: RequestId, error: LlaisysError) -> EngineOutput:
     """Return the only output of a request that was rejected, or that ends with its engine."""
     return EngineOutput(request_id, [], None, FinishReason.ERROR, error=error, last=True)

@@ -1,4 +1,4 @@
-"""Runs a step on the worker, and isolates the row that makes a step fail."""
+"""Executor: runs the batch of a step on the worker, and isolates the request that makes a batch fail."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from llaisys.outputs import RequestId
 
 log = logging.getLogger(__name__)
 
-# In a batch of at least this many items, half of them failing alone means that the engine is broken.
+# The engine counts as broken if half of a batch of at least this many items fail even when run alone.
 _SUSPICIOUS_ITEMS = 4
-# This many different requests rejected within this many seconds mean the same.
+# It also counts as broken if this many different requests are rejected within this many seconds.
 _SUSPICIOUS_REQUESTS = 5
 _SUSPICIOUS_S = 60.0
 
 
 @dataclass(slots=True)
 class _Tries:
-    """How many more parts of one failing batch may be run as a whole."""
+    """The number of further parts of one failing batch that may be run as a whole."""
 
     left: int
 
 
 class Executor:
-    """Runs batches on one worker. Several workers can be added behind the same calls."""
+    """Runs batches on one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         # Recently rejected requests: time and id.
-        self._refusals: deque[tuple[float, RequestId]] = deque()
+        self._rejections: deque[tuple[float, RequestId]] = deque()
 
     @property
     def worker(self) -> Worker:
@@ -41,14 +41,14 @@ class Executor:
         return self._worker
 
     def execute_model(self, batch: Batch, now_s: float) -> StepResult:
-        """Compute the batch; an item that the core rejects gets its error, the others their tokens.
+        """Compute the batch; an item that the core rejects gets its error, the others get their tokens.
 
-        A failing decode has no side effects, and a row's result does not depend on the other rows, so running
-        both halves again gives the valid items their usual tokens. One failing item costs at most 2 ceil(log2
-        n) runs; after that the remaining items are run one by one.
+        A failing decode has no side effects, and a row's result does not depend on the other rows. So running
+        both halves again gives the valid items their usual tokens. One failing item costs at most
+        `2 ceil(log2 n)` runs; after that the remaining items are run one by one.
 
-        Raises EngineDeadError if the core is lost, or rejects half of a batch item by item, or five requests
-        within a minute. An invalid row (`non_finite`, `all_masked`) ends only its request.
+        Raises EngineDeadError if the core is dead, rejects half of a batch item by item, or rejects five
+        requests within a minute. An invalid row (`non_finite`, `all_masked`) ends only its request.
         """
         try:
             return self._worker.execute_model(batch)
@@ -57,18 +57,18 @@ class Executor:
         except LlaisysError as error:
             n_tries = 2 * (len(batch) - 1).bit_length()
             result = self._isolate(batch, error, _Tries(n_tries))
-            if not result.refused:
+            if not result.rejected:
                 log.warning("a batch of %d items failed as a whole but not in parts: %s", len(batch), error)
         self._raise_if_broken(batch, result, now_s)
         return result
 
     def _isolate(self, batch: Batch, error: LlaisysError, tries: _Tries) -> StepResult:
-        """Return the results of items that failed together with `error`: the failing one its error, the
-        others tokens."""
+        """Return the results of items that failed together with `error`: an error for each failing item,
+        tokens for the others."""
         n = len(batch)
         if n == 1:
             alone = RequestFailedError(f"the core rejected this request's rows: {error}")
-            return StepResult([-1], errors={0: alone}, refused=[0])
+            return StepResult([-1], errors={0: alone}, rejected=[0])
         tries.left -= 2
         edges = [0, n // 2, n] if tries.left >= 0 else list(range(n + 1))
         result = StepResult([])
@@ -83,16 +83,16 @@ class Executor:
         return result
 
     def _raise_if_broken(self, batch: Batch, result: StepResult, now_s: float) -> None:
-        """Raise EngineDeadError if so many items are rejected that the engine is the cause."""
-        n_refused = len(result.refused)
-        if len(batch) >= _SUSPICIOUS_ITEMS and 2 * n_refused >= len(batch):
+        """Raise EngineDeadError if the number of rejected items shows that the engine is broken."""
+        n_rejected = len(result.rejected)
+        if len(batch) >= _SUSPICIOUS_ITEMS and 2 * n_rejected >= len(batch):
             raise EngineDeadError(
-                f"{n_refused} of {len(batch)} requests were rejected by the core in one step"
+                f"{n_rejected} of {len(batch)} requests were rejected by the core in one step"
             )
-        self._refusals += [(now_s, batch.request(item).request_id) for item in result.refused]
-        while self._refusals and self._refusals[0][0] < now_s - _SUSPICIOUS_S:
-            self._refusals.popleft()
-        if len({request_id for _, request_id in self._refusals}) >= _SUSPICIOUS_REQUESTS:
+        self._rejections += [(now_s, batch.request(item).request_id) for item in result.rejected]
+        while self._rejections and self._rejections[0][0] < now_s - _SUSPICIOUS_S:
+            self._rejections.popleft()
+        if len({request_id for _, request_id in self._rejections}) >= _SUSPICIOUS_REQUESTS:
             raise EngineDeadError(
                 f"{_SUSPICIOUS_REQUESTS} requests were rejected by the core within {_SUSPICIOUS_S:.0f} s"
             )

@@ -1,8 +1,8 @@
-"""Compiles the grammars of structured outputs with llguidance, and bounds the work of each.
+"""Compiles the grammars of structured outputs with llguidance, and limits the work of each.
 
-Data path: a plain spec -> `try_grammar` in a worker process that may be killed (`llaisys.grammar_trials`)
--> with the request to the engine -> `GrammarCompiler.compile` on a thread of `structured_output.py`, once
-for each choice.
+Data path: StructuredOutputsParams -> `try_grammar` in a worker process that may be killed
+(`llaisys.grammar_trials`) -> with the request to the engine -> `GrammarCompiler.compile` on a thread of
+`structured_output.py`, once for each choice.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 
 Mask = NDArray[np.uint32]
 
-# Limits count work, not time, so that a request always ends in the same way. The cost of parser items is
-# quadratic in their number in a row: 3,000 take about 20 ms.
+# Limits count work, not time, so that a request always ends in the same way. The cost is quadratic in the
+# number of parser items in a row: 3,000 take about 20 ms.
 STEP_LEXER_FUEL, STEP_ITEMS_MAX, ROW_ITEMS_MAX = 50_000, 20_000, 3_000
 _ITEMS_PER_PROPERTY = 4  # in a row, of an object's optional properties
 LIMITS = LLParserLimits(
@@ -42,30 +42,30 @@ LIMITS = LLParserLimits(
     max_items_in_row=ROW_ITEMS_MAX,
     verbose_errors=False,
 )
-# A message of llguidance -> an explanation that helps the caller.
+# Part of a message of llguidance -> an explanation for the caller.
 _REASONS = {
     "NoExtension": "no text can complete it",
     "too many expressions constructed": f"its regular expressions take more than {STEP_LEXER_FUEL} units of "
     "work for one token; make their repetitions smaller",
-    "Current row has": f"it has more than {ROW_ITEMS_MAX} ways to go on at once, as an object with more than "
-    f"{ROW_ITEMS_MAX // _ITEMS_PER_PROPERTY} optional properties has",
+    "Current row has": f"it has more than {ROW_ITEMS_MAX} alternatives at one point, like an object with "
+    f"more than {ROW_ITEMS_MAX // _ITEMS_PER_PROPERTY} optional properties",
     "Too many items": f"it takes more than {STEP_ITEMS_MAX} parser items for one token; use regular "
     "expressions in place of rules of single characters",
 }
-# Masks that a trial computes, and tokens that it reads.
+# Number of masks that a trial computes, and of tokens that it consumes.
 TRIAL_TOKENS = 32
-# Tokens that a trial prefers: they end strings and begin the next property, so the trial follows the
-# structure of a schema rather than the text of its first string.
+# Tokens that a trial prefers. They end strings and begin the next property, so that the trial covers the
+# structure of a schema and not only its first string.
 _STRUCTURE = ('", "', ', "', '{"', '"', ",")
 _JSON_STYLE = cast("JsonCompileOptions", JSON_STYLE)
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarTokenizer:
-    """A model's tokenizer as plain values, for compiling grammars.
+    """The tokenizer of a model as plain values, for compiling grammars.
 
     - `tokenizer_json`: the content of `tokenizer.json`.
-    - `eos_token_ids`: the ids that end a completion. `vocab_size`: the logits of a row.
+    - `eos_token_ids`: the ids that end a completion. `vocab_size`: number of logits in a row.
     """
 
     tokenizer_json: str
@@ -76,7 +76,7 @@ class GrammarTokenizer:
 class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe.
 
-    The first use builds the token table, which takes some hundred milliseconds.
+    The first use builds the token table, which takes a few hundred milliseconds.
     """
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
@@ -88,8 +88,8 @@ class GrammarCompiler:
         """Compile a grammar; return a matcher at the start of a completion.
 
         The matcher has its own lexer, so its cost and its failures depend only on this grammar and this
-        completion. llguidance follows rules and `$ref`s by recursion: call this on a deep stack
-        (`FairThreadPool`). Raises RejectedError naming the field of `structured_outputs` (an invalid or
+        completion. Call this on a deep stack (`FairThreadPool`), because llguidance follows rules and `$ref`s
+        by recursion. Raises RejectedError naming the field of `structured_outputs` (an invalid or
         unsatisfiable grammar), or UnsupportedError for a model without an end-of-text token.
         """
         table, where = self.table(), f"structured_outputs.{spec.field}"
@@ -97,7 +97,7 @@ class GrammarCompiler:
             matcher = LLMatcher(table, _source(spec), log_level=0, limits=LIMITS)
         except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as e:  # a panic of llguidance is not an Exception
+        except BaseException as e:  # a panic in llguidance is not an Exception
             raise RejectedError(f"{where} is not a valid grammar: {str(e)[:300]}", param=where) from e
         check(matcher, where)
         return matcher
@@ -130,10 +130,10 @@ class GrammarCompiler:
 
 
 def next_mask(matcher: LLMatcher, vocab_size: int, where: str) -> Mask:
-    """Return the bit mask `[ceil(vocab / 32)]` of the tokens that may follow, with eos if the completion
-    may end.
+    """Return the bit mask `[ceil(vocab / 32)]` of the allowed tokens; eos is among them if the completion may
+    end.
 
-    Raises RejectedError if no text can follow, or the mask takes more work than LIMITS allow.
+    Raises RejectedError if no token is allowed, or the mask takes more work than LIMITS allow.
     """
     bits = np.zeros(-(-vocab_size // 32), np.uint32)
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -144,7 +144,7 @@ def next_mask(matcher: LLMatcher, vocab_size: int, where: str) -> Mask:
 def check(matcher: LLMatcher, where: str) -> None:
     """Raise RejectedError for a matcher in its error state, whose masks are meaningless.
 
-    Raises RequestFailedError if the matcher was given a token that it does not allow: a bug of the engine.
+    Raises RequestFailedError if the matcher consumed a token that it does not allow, which is a bug.
     """
     if matcher.is_error():
         if "doesn't satisfy the grammar" in matcher.get_error():
@@ -153,10 +153,9 @@ def check(matcher: LLMatcher, where: str) -> None:
 
 
 def try_grammar(compiler: GrammarCompiler, spec: StructuredOutputsParams) -> None:
-    """Compile a grammar and follow it for TRIAL_TOKENS tokens. Takes unbounded time.
+    """Compile a grammar and follow it for TRIAL_TOKENS tokens. The time is unbounded.
 
-    Raises as `GrammarCompiler.compile`, and RejectedError if a mask shows that the grammar cannot be
-    followed.
+    Raises the errors of `GrammarCompiler.compile`, and RejectedError if the grammar cannot be followed.
     """
     where = f"structured_outputs.{spec.field}"
     matcher, table = compiler.compile(spec), compiler.table()
@@ -173,7 +172,7 @@ def try_grammar(compiler: GrammarCompiler, spec: StructuredOutputsParams) -> Non
 
 
 def _source(spec: StructuredOutputsParams) -> str:
-    """Return the grammar in the form of llguidance. Raises ValueError."""
+    """Return the grammar in llguidance's format. Raises ValueError."""
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:
@@ -197,25 +196,26 @@ def _literal(text: str) -> str:
 def _reason(matcher: LLMatcher) -> str:
     """Return llguidance's error message, or our explanation where we have a better one."""
     lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
-    said = lines[0] if lines else "unknown reason"
+    message = lines[0] if lines else "unknown reason"
     for theirs, ours in _REASONS.items():
-        if theirs in said:
+        if theirs in message:
             return ours
     reason = next((line for line in lines[1:] if line.startswith("error:")), "")
-    return f"{said} {reason}".strip()[:300]
+    return f"{message} {reason}".strip()[:300]
 
 
 T = TypeVar("T")
 
-# Stack of a thread. llguidance recurses into rules and `$ref`s: 64 KiB of text can nest thousands of
-# levels, which took up to 100 MiB of stack, and a stack overflow ends the process. This reserves address
+# Stack bytes of a thread. llguidance recurses into rules and `$ref`s: 64 KiB of text can nest thousands of
+# levels, which used up to 100 MiB of stack. A stack overflow would end the process. This reserves address
 # space only.
 _STACK_BYTES = 512 << 20
 _STACK_SIZE = threading.Lock()  # the stack size of new threads is a setting of the process
 
 
 class FairThreadPool:
-    """Threads with deep stacks that serve clients in turn, so that no client waits for all work of another.
+    """Threads with deep stacks that serve clients round robin, so that no client waits for all work of
+    another.
 
     The first `submit` starts the `num_threads` threads. Thread-safe.
     """
@@ -229,8 +229,8 @@ class FairThreadPool:
         self._closed = False
 
     def submit(self, client_id: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work behind the client's earlier work and one item of each other client; return its
-        future."""
+        """Queue work and return its future. It runs after the client's earlier work, round robin over
+        clients."""
         future: Future[T] = Future()
         with self._changed:
             self._queues.setdefault(client_id, deque()).append((future, work))
@@ -264,7 +264,7 @@ class FairThreadPool:
             del item, future, work  # an idle thread must not keep them alive
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        """Return the oldest work of the client that was served least recently; None: the pool is closed."""
+        """Return the oldest work of the least recently served client; None if the pool is closed."""
         with self._changed:
             while not self._queues and not self._closed:
                 self._changed.wait()

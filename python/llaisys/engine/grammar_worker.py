@@ -1,4 +1,4 @@
-"""Jobs of the grammar worker process: trial compilations, for `llaisys.grammar_trials`."""
+"""The jobs of the grammar worker process, which tries grammars for `llaisys.grammar_trials`."""
 
 from __future__ import annotations
 

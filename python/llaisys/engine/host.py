@@ -1,4 +1,4 @@
-"""The resources this process may use: memory, CPUs and NUMA nodes, within cgroup limits (Linux)."""
+"""Finds the memory, CPUs and NUMA nodes that this process may use, within cgroup limits (Linux)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the memory available without swapping: the kernel's estimate, within what each cgroup has left.
+    """Return the bytes available without swapping: the kernel's estimate, within the limit of each cgroup.
 
     Page cache that a cgroup can drop (`inactive_file`) counts as free. `root` stands for `/` in tests.
     """
@@ -32,11 +32,11 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cpus:
-    """Where to compute.
+    """The CPUs to compute on.
 
-    - `n`: threads. `ids`: the CPUs they are bound to; empty: the system places them.
-    - `pins`: pin a thread that has a CPU of its own to it.
-    - `memory_nodes`: the NUMA nodes to interleave memory over, if the CPUs are in several.
+    - `n`: number of threads. `ids`: the CPUs that they are bound to; empty: not bound.
+    - `pins`: pin each thread to one CPU, where there are enough CPUs.
+    - `memory_nodes`: the NUMA nodes to interleave memory over, if the CPUs are on several nodes.
     """
 
     n: int
@@ -46,10 +46,10 @@ class Cpus:
 
 
 def usable_cpus(bind: str = "auto", n_ranks: int = 1, root: Path = _ROOT) -> Cpus:
-    """Return the CPUs to compute on, out of the affinity mask. `bind` is the setting `cpu_threads_bind`.
+    """Return the CPUs of the affinity mask to compute on. `bind` is the setting `cpu_threads_bind`.
 
-    - "auto": one CPU of each physical core, because the threads of a core share its arithmetic units. If a
-      CPU quota of the cgroups, rounded up, is smaller, that many threads, not bound.
+    - "auto": one CPU of each physical core, because the hardware threads of a core share its arithmetic
+      units. If a CPU quota of the cgroups, rounded up, is smaller: that many threads, not bound.
     - "nobind": the same number of threads, not bound.
     - A list ("0-3,8"), or one for each of `n_ranks` ("0-3|4-7"): these CPUs.
 
@@ -70,9 +70,9 @@ def usable_cpus(bind: str = "auto", n_ranks: int = 1, root: Path = _ROOT) -> Cpu
 def bind_thread(cpu_ids: Sequence[int], memory_nodes: Sequence[int]) -> None:
     """Bind this thread and those it starts to CPUs, and interleave their memory over NUMA nodes.
 
-    An empty argument changes nothing. With memory on all nodes, every thread reads weights at the combined
-    speed of the nodes. A failure costs only speed: containers forbid the call (EPERM), and a kernel may
-    lack it.
+    An empty argument has no effect. With memory on all nodes, every thread reads weights at the combined
+    bandwidth of the nodes. A failure costs only speed: containers may forbid the call (EPERM), and a kernel
+    may lack it.
     """
     if cpu_ids:
         os.sched_setaffinity(0, cpu_ids)
@@ -100,7 +100,8 @@ def mempolicy(nodes: Sequence[int]) -> tuple[int, list[int], int]:
 
 
 def _memory_nodes(cpus: Collection[int], root: Path) -> tuple[int, ...]:
-    """Return the NUMA nodes of these CPUs; empty if it is one, or the system does not report it."""
+    """Return the NUMA nodes of these CPUs; empty if there is only one, or the system does not report
+    nodes."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     lists = {int(folder.name[4:]): _text(folder / "cpulist").strip() for folder in folders}
     nodes = [node for node, text in lists.items() if text and not _expand(text).isdisjoint(cpus)]
@@ -118,7 +119,7 @@ def _one_of_each_core(allowed: list[int], root: Path) -> tuple[int, ...]:
 
 
 def _rank_lists(text: str, n_ranks: int, allowed: list[int]) -> tuple[int, ...]:
-    """Return the CPUs of one list, or of one for each rank. The core gives each rank an equal part."""
+    """Return the CPUs of one list, or of one list per rank. The core gives each rank an equal part."""
     lists = [_cpu_list(part, allowed) for part in text.split("|")]
     ids = [cpu for part in lists for cpu in part]
     if len(lists) == 1:
@@ -126,12 +127,12 @@ def _rank_lists(text: str, n_ranks: int, allowed: list[int]) -> tuple[int, ...]:
     if len(lists) != n_ranks:
         raise RejectedError(
             f"cpu_threads_bind has {len(lists)} lists of CPUs, tensor_parallel_size is {n_ranks}: "
-            "give one list for all ranks, or one for each rank",
+            "set one list for all ranks, or one for each rank",
             param="cpu_threads_bind",
         )
     if len(ids) != n_ranks * len(lists[0]) or ids != sorted(set(ids)):
         raise RejectedError(
-            f"cpu_threads_bind is {text!r}: the lists of all ranks must have one length, and ascend",
+            f"cpu_threads_bind is {text!r}: the lists of all ranks must be equally long, in ascending order",
             param="cpu_threads_bind",
         )
     return tuple(ids)
@@ -176,7 +177,7 @@ def _mem_available(root: Path) -> int:
 
 
 def _cgroup_free_bytes(root: Path) -> Iterator[int]:
-    """Yield the bytes that each cgroup with a limit has left."""
+    """Yield the free bytes of each cgroup that has a limit."""
     for folder in _groups(root, ""):
         yield from _free_bytes(folder, "memory.max", "memory.current", "inactive_file")
     for folder in _groups(root, "memory"):
@@ -193,7 +194,7 @@ def _free_bytes(folder: Path, limit_name: str, usage_name: str, cache_name: str)
 
 
 def _cgroup_cores(root: Path) -> Iterator[int]:
-    """Yield the cores that each cgroup with a quota grants, rounded up."""
+    """Yield the cores of each cgroup that has a CPU quota, rounded up."""
     for folder in _groups(root, ""):
         quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
         if quota.isdigit() and period.isdigit():
@@ -207,7 +208,7 @@ def _cgroup_cores(root: Path) -> Iterator[int]:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors.
 
-    `controller`: for version 1; "": version 2.
+    `controller`: a controller of cgroup version 1; "": version 2.
     """
     base = root / "sys/fs/cgroup" / controller
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -1,7 +1,7 @@
-"""The KV cells of running requests and of the prefix cache: carries out on the core what was planned.
+"""KvCacheManager: changes the KV cells of running requests and of the prefix cache, as the scheduler planned.
 
-`KvCachePlanner` decides on values alone which cells a step uses; this part changes the prefix cache and the
-core, and keeps both consistent.
+`KvCachePlanner` decides which cells a step uses, without side effects. This module changes the prefix cache
+and the core, and keeps them consistent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from llaisys.engine.worker import Worker
 
 
 class KvCacheManager:
-    """Owns the prefix cache. A running request pins the path that it was attached to or has inserted.
+    """Owns the prefix cache. A running request pins the path that it is attached to or has inserted.
 
-    A request that has reclaimed its first cells is cached no more: a path has all positions from 0.
+    A request whose first cells were reclaimed is not cached any more: a path has all positions from 0.
 
     - `prefix_cache`: empty if `caches_prefixes` is False.
-    - Invariants: `request.pin` is set only while it runs, and pins its first `num_shared` tokens. Their cells
-      belong to nodes of the prefix cache; the cells of its other computed tokens are its own. Every edit of
-      the prefix cache is carried out on the core at once.
+    - Invariants: `request.pin` is set only while the request runs, and pins its first `num_shared` tokens.
+      Their cells belong to nodes of the prefix cache; the cells of its other computed tokens are its own.
+      Every edit of the prefix cache is applied to the core at once.
     """
 
     def __init__(self, worker: Worker, limits: Limits) -> None:
@@ -55,16 +55,15 @@ class KvCacheManager:
     # --- counts ---
 
     def n_allocatable(self) -> tuple[int, ...]:
-        """Return by KV stream how many cells are free or evictable."""
+        """Return the number of free or evictable cells of each KV stream."""
         return tuple(KvCachePlanner(self._worker.n_cells_free, self.cache_to_plan, ()).allocatable)
 
     def n_spare(self, stream: int, running: Sequence[Request]) -> int:
-        """Return how many allocatable cells of a KV stream no running request needs soon."""
+        """Return the number of allocatable cells of a KV stream that no running request needs soon."""
         return self.n_allocatable()[stream] - sum(lookahead_cells(r) for r in running if r.stream == stream)
 
     def window_cells(self, source: EngineRequest) -> int | None:
-        """Return how many cells a request owns at most at once; None if it may not reclaim or may be
-        copied."""
+        """Return the bound on a request's own cells; None if its cells are not reclaimed or may be copied."""
         if self._window is None or source.params.n > 1 or self._limits.n_streams > 1:
             return None
         return max_window_cells(self._window, self._limits.max_num_batched_tokens)
@@ -72,18 +71,19 @@ class KvCacheManager:
     # --- before a batch ---
 
     def pin_prefix(self, request: Request, n_tokens: int, stream: int) -> Pin:
-        """Protect the first tokens of a request, which are cached in a KV stream, from eviction."""
+        """Pin the first tokens of a request, which are cached in a KV stream."""
         salt, ids = request.source.cache_salt, request.token_ids
         pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream)
         self._worker.edit_cache(edits)
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Release a pin that no request has."""
+        """Release a pin that no request owns."""
         self.prefix_cache.unpin(pin)
 
     def evict(self, n_free_wanted: Sequence[int]) -> int:
-        """Evict until this many cells are free by KV stream, or nothing is evictable; return how many."""
+        """Evict until each KV stream has this many free cells or nothing evictable; return the evicted
+        cells."""
         n_evicted = 0
         for stream, n_free in enumerate(self._worker.n_cells_free):
             if n_free < n_free_wanted[stream]:
@@ -93,14 +93,14 @@ class KvCacheManager:
         return n_evicted
 
     def would_evict(self, n_free_wanted: int) -> bool:
-        """Return True if `evict` would release cells for this many free ones in each KV stream."""
+        """Return True if `evict` would release cells to get this many free ones in each KV stream."""
         return any(
             n_free < n_free_wanted and self.prefix_cache.n_evictable(stream)
             for stream, n_free in enumerate(self._worker.n_cells_free)
         )
 
     def attach_prefix(self, request: Request, pin: Pin, source: int) -> None:
-        """Attach what `pin` protects in the stream `source` to a request that has just got its sequence.
+        """Attach the prefix that `pin` pins in the stream `source` to a newly admitted request.
 
         Within one KV stream the request keeps the pin; cells copied to another stream are its own.
         """
@@ -114,7 +114,7 @@ class KvCacheManager:
             self.prefix_cache.unpin(pin)
 
     def fork(self, request: Request, leader: Request, n_tokens: int) -> None:
-        """Give a request the first cells of its leader: linked in one KV stream, copied to another."""
+        """Fork the first cells of the leader: linked in the same KV stream, copied to another."""
         self._worker.fork_sequence(leader.seq_id, request.seq_id, n_tokens)
         request.num_computed = n_tokens
         if leader.stream == request.stream:
@@ -124,10 +124,10 @@ class KvCacheManager:
     # --- after a batch ---
 
     def cache_computed(self, request: Request) -> None:
-        """Cache what a running request has computed so far.
+        """Cache the tokens that a running request has computed so far.
 
-        Where other requests cached the same tokens meanwhile, the request is linked to their cells and its
-        own are freed. K and V of equal prefixes are the same bits, so a pinned path is never stored twice.
+        Where other requests have cached the same tokens, the request is linked to their cells and its own are
+        freed. K and V of equal prefixes have the same bits, so a pinned path is never stored twice.
         """
         if not self.caches_prefixes or request.num_reclaimed:
             return
@@ -141,7 +141,7 @@ class KvCacheManager:
             self._worker.relink_nodes(parts, request.seq_id, n_linked)
 
     def reclaim(self, request: Request) -> None:
-        """Free the cells behind the attention window, if every layer has one and enough cells are behind
+        """Free the cells behind the attention window, if every layer has a window and enough cells are behind
         it."""
         end = 0 if self._window is None else reclaimable_end(request, self._window)
         if end:
@@ -150,10 +150,9 @@ class KvCacheManager:
             request.num_shared, request.num_reclaimed = 0, end
 
     def free(self, request: Request, *, is_valid: bool) -> None:
-        """Release a running request's sequence, cells and pin. What it computed stays cached and is
-        evictable.
+        """Release a running request's sequence, cells and pin. Its computed tokens stay cached and evictable.
 
-        If its K and V are not valid, what it alone has cached is invalidated instead.
+        If its K and V are not valid, the tokens that only this request has cached are invalidated instead.
         """
         if self.caches_prefixes and is_valid:
             if request.num_own and not request.num_reclaimed:
@@ -169,11 +168,12 @@ class KvCacheManager:
     # --- for sessions ---
 
     def fingerprint(self) -> str:
-        """Return a digest of all that K and V depend on besides tokens. The first call hashes the weights."""
+        """Return a digest of everything that K and V depend on except tokens. The first call hashes the
+        weights."""
         return self._worker.fingerprint()
 
     def pin_session(self, salt: str, ids: Sequence[int], stream: int) -> Pin | None:
-        """Pin what is cached of a session's path; None if nothing is."""
+        """Pin the cached part of a session's path; None if nothing is cached."""
         pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream, of_session=True)
         self._worker.edit_cache(edits)
         if pin.n_tokens:
@@ -182,21 +182,22 @@ class KvCacheManager:
         return None
 
     def export_cells(
-        self, salt: str, ids: Sequence[int], stream: int, at: int, n_most: int
+        self, salt: str, ids: Sequence[int], stream: int, at: int, n_max: int
     ) -> NDArray[np.uint8] | None:
-        """Return K and V of up to `n_most` positions from `at` on; None if `at` is not cached."""
+        """Return K and V (uint8 bytes) of up to `n_max` positions from `at` on; None if `at` is not
+        cached."""
         for node_id, p0, p1 in self.prefix_cache.match(salt, ids, len(ids), stream).parts:
             if p0 <= at < p1:
-                return self._worker.export_cells(node_id, at, min(p1, at + n_most))
+                return self._worker.export_cells(node_id, at, min(p1, at + n_max))
         return None
 
     def import_cells(
         self, salt: str, ids: Sequence[int], stream: int, at: int, data: NDArray[np.uint8]
     ) -> bool:
-        """Cache the path `ids`, whose K and V from position `at` on are `data`; evict cells for it.
+        """Cache the path `ids`, whose K and V from position `at` on are `data`; evict cells if needed.
 
-        Return False, with nothing cached, if the positions before `at` are not cached or the cells are too
-        few.
+        Return False, without side effects on cached paths, if the positions before `at` are not cached or
+        there are too few cells.
         """
         n_positions = len(ids) - at
         self.evict([n_positions if s == stream else 0 for s in range(self.n_streams)])
@@ -213,7 +214,7 @@ class KvCacheManager:
         return True
 
     def invalidate(self, salt: str, ids: Sequence[int], stream: int, start: int) -> None:
-        """Remove the positions of a path from `start` on from the prefix cache, except what is pinned."""
+        """Remove the positions of a path from `start` on from the prefix cache, except pinned ones."""
         self._worker.edit_cache(self.prefix_cache.invalidate(salt, ids, stream, start))
 
     # --- inside ---
@@ -231,5 +232,5 @@ class KvCacheManager:
 
 
 def _n_added(edits: Sequence[CacheEdit]) -> int:
-    """Return how many cells an insertion added to the cache."""
+    """Return the number of cells that an insertion added to the cache."""
     return sum(edit.p1 - edit.p0 for edit in edits if isinstance(edit, AddNode))

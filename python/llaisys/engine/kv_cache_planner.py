@@ -1,12 +1,12 @@
-"""The KV cells of one step: how many each request may allocate, and where a waiting request fits. Pure.
+"""KvCachePlanner: plans the KV cells of one step and the admission of waiting requests. Pure.
 
-A cell is allocatable if it is free or if the prefix cache can evict it. A request is admitted when the cells
-that it needs soon are allocatable besides those that the running requests need soon. If all of them continue
-for long, the scheduler preempts some of them later. A worst-case-reserved request has been preempted often
-enough: its worst case is set aside while it runs, and no other request may allocate from that.
+A cell is allocatable if it is free or if the prefix cache can evict it. A request is admitted if the cells
+that it and the running requests need soon are allocatable. If all of them continue for long, the scheduler
+preempts some of them later. A worst-case-reserved request was preempted PREEMPTIONS_MAX times: the cells of
+its worst case are set aside while it runs, and no other request may allocate them.
 
-`KvCacheManager` carries the decisions out on the core. The two are apart so that planning stays pure: the
-scheduler may plan a step several times, and only the last plan is carried out.
+`KvCacheManager` applies the decisions to the core. Planning is separate because the scheduler may plan a step
+several times, and only the last plan is applied.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from dataclasses import dataclass, replace
 from llaisys.engine.prefix_cache import PrefixCache
 from llaisys.engine.request import Request
 
-# Output tokens for which an admitted request must find cells: this many steps without a preemption.
+# Output tokens for which an admitted request must find cells, so that it runs this many steps.
 LOOKAHEAD_TOKENS = 8
-# Cells behind a window are reclaimed this many at a time: one call for all, and at most so many held too
-# long.
+# Cells behind a window are reclaimed this many at a time, with one call to the core.
 RECLAIM_TOKENS = 64
 
 
 def lookahead_cells(request: Request, n_cached: int = 0) -> int:
-    """Return how many cells a request needs soon beyond those of its computed tokens.
+    """Return the number of cells that a request needs soon, in addition to those of its computed tokens.
 
-    For a worst-case-reserved request this is its worst case. `n_cached`: tokens that are already computed
-    when it is admitted.
+    For a worst-case-reserved request this is its worst case. `n_cached`: tokens already computed at its
+    admission.
     """
     n_computed = request.num_computed + n_cached
     if request.worst_case_reserved:
@@ -42,8 +41,8 @@ def lookahead_cells(request: Request, n_cached: int = 0) -> int:
 class Placement:
     """Where an admitted request starts: in the KV stream `stream`, with its first `n_cached` tokens computed.
 
-    Those tokens are in the stream `source`: in cells of the sibling `fork`, otherwise in the prefix cache,
-    where `n_pinned` of them were evictable until now.
+    Those tokens are in the stream `source`: in cells of the sibling `fork`, otherwise in the prefix cache.
+    There, the admission pins `n_pinned` evictable cells.
     """
 
     stream: int
@@ -54,12 +53,12 @@ class Placement:
 
 
 class KvCachePlanner:
-    """The cells of one plan by KV stream. It starts with what is allocatable and follows the plan's
-    decisions.
+    """The cells of one plan by KV stream, updated with each decision of the plan.
 
     - `allocatable`: cells that are free or evictable. `allocated`: cells that must be free when the batch
       runs.
-    - Invariant: `allocatable` covers what is set aside for worst-case-reserved requests if it did at first.
+    - Invariant: `allocatable` covers the cells set aside for worst-case-reserved requests if it did so at
+      first.
     """
 
     def __init__(
@@ -75,13 +74,13 @@ class KvCachePlanner:
         for request in running:
             if request.worst_case_reserved:
                 self._reserved[request.stream] += lookahead_cells(request)
-        # What running and admitted requests need soon; computed when the first request asks for admission.
+        # Cells that running and admitted requests need soon; computed for the first admission.
         self._needed_soon: list[int] | None = None
 
     # --- running requests ---
 
     def available(self, request: Request, stream: int) -> int:
-        """Return how many cells a request may allocate now."""
+        """Return the number of cells that a request may allocate now."""
         return self.allocatable[stream] - (0 if request.worst_case_reserved else self._reserved[stream])
 
     def allocate(self, request: Request, stream: int, n_cells: int) -> None:
@@ -92,8 +91,8 @@ class KvCachePlanner:
             self._reserved[stream] -= n_cells
 
     def allocate_one_each(self, requests: Sequence[Request]) -> bool:
-        """Allocate one cell for each of these running requests; return False, with nothing allocated, if the
-        cells that no request has reserved are too few."""
+        """Allocate one cell for each of these running requests; return False, without side effects, if there
+        are too few unreserved cells."""
         n = len(requests)
         if any(n > left - reserved for left, reserved in zip(self.allocatable, self._reserved, strict=True)):
             return False
@@ -106,9 +105,9 @@ class KvCachePlanner:
         return True
 
     def free(self, request: Request) -> None:
-        """A running request stops: its own cells are free, and those that only its pin pins are evictable.
+        """Stop a running request: its own cells become free, and those that only it pins become evictable.
 
-        This is a lower bound: cells shared with another request that stops too are not counted.
+        This is a lower bound: cells shared with another stopped request are not counted.
         """
         stream, pin = request.stream, request.pin
         private = 0 if pin is None or self._prefix_cache is None else self._prefix_cache.n_private(pin)
@@ -120,7 +119,7 @@ class KvCachePlanner:
             self._needed_soon[stream] -= lookahead_cells(request)
 
     def without(self, requests: Sequence[Request]) -> KvCachePlanner:
-        """Return a copy in which these running requests have stopped; this planner does not change."""
+        """Return a copy of this planner in which these running requests have stopped."""
         other = copy(self)
         other.allocatable, other.allocated = [*self.allocatable], [*self.allocated]
         other._reserved, other._freed = [*self._reserved], [*self._freed]
@@ -132,9 +131,9 @@ class KvCachePlanner:
     # --- waiting requests ---
 
     def can_admit(self, request: Request) -> Placement | None:
-        """Return where a waiting request can run, or None if its cells are not there.
+        """Return where a waiting request can start, or None if there are too few cells.
 
-        Prefer the KV stream with most of its prefix, then the emptiest one.
+        Prefer the KV stream with the longest cached prefix, then the one with the most free cells.
         """
         left = [
             allocatable + allocated - needed
@@ -147,13 +146,14 @@ class KvCachePlanner:
             return best
         for stream in sorted(range(len(left)), key=lambda s: (-left[s], s)):
             if stream != best.source and left[stream] >= n_cells:
-                # The cached part is copied if its own stream can keep it until then.
+                # The cached part is copied if it can stay in its own stream until then.
                 can_copy = left[best.source] >= best.n_pinned
                 return replace(best, stream=stream) if can_copy else Placement(stream, source=stream)
         return None
 
     def admit(self, request: Request, placement: Placement) -> None:
-        """Count a request that starts at `placement`: pin what it reuses, allocate what must be copied."""
+        """Admit a request at `placement`: pin the cells that it reuses, allocate those that must be
+        copied."""
         stream, source = placement.stream, placement.source
         self.allocatable[source] -= placement.n_pinned
         if request.worst_case_reserved:
@@ -195,16 +195,17 @@ class KvCachePlanner:
 
 
 def reclaimable_end(request: Request, window: int) -> int:
-    """Return the position below which a running request's cells can be reclaimed; 0 if that is not worth it.
+    """Return the position below which a running request's cells can be reclaimed; 0 if there are too few.
 
-    A row at position `p` sees the positions above `p - window`, its own included. The next row of a request
-    with `num_computed` tokens therefore sees none below `num_computed + 1 - window`, nor does any later row.
-    Cells that the prefix cache or a sibling shares are reclaimed all at once: a request pins a whole path.
+    A row at position `p` sees the positions above `p - window`, its own included. So the next row of a
+    request with `num_computed` tokens sees no position below `num_computed + 1 - window`, nor does any later
+    row. Cells shared with the prefix cache or a sibling are reclaimed all at once, because a request pins a
+    whole path.
     """
     end = request.num_computed + 1 - window
     return end if end >= max(request.num_shared, request.num_reclaimed + RECLAIM_TOKENS) else 0
 
 
 def max_window_cells(window: int, max_num_batched_tokens: int) -> int:
-    """Return how many cells a request owns at most, the step included, if it reclaims after each step."""
+    """Return the bound on a request's own cells during a step if its cells are reclaimed after each step."""
     return window + RECLAIM_TOKENS + max_num_batched_tokens

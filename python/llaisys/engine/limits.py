@@ -1,5 +1,7 @@
-"""The engine's limits, and whether a request can ever run within them. Pure. The table is in
-docs/limits.md."""
+"""Limits: the limits of an engine, and the check that a request can ever run within them. Pure.
+
+docs/limits.md has the table.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,28 @@ from llaisys.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one engine. Invariant: `max_model_len` fits one KV stream, so a single request always
-    fits.
+    """The limits of one engine. Invariant: `max_model_len` fits one KV stream, so any single request fits.
 
     - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait for capacity.
-      `max_num_queued_tokens`: tokens of their prompts, unless one waits alone; None: no limit.
+      `max_num_queued_tokens`: their prompt tokens (a single waiting request may exceed it); None: no limit.
     - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
-      the least recently served go first where more run.
+      if more run, the least recently served go first.
     - `long_prefill_token_threshold`: prompt tokens of one request in a step. `max_client_tokens_per_step`:
       prompt tokens of one client in a step, less its decoding requests. None: no limit.
-    - `max_step_time_s`: prompt tokens are added to a step while its predicted time stays below.
-    - `max_queue_wait_s`: a request that has waited longer goes before all others.
-    - `max_model_len`: tokens of one request, prompt and output. `max_input_tokens`, `max_output_tokens`: of
-      its parts; None: bounded by the context alone.
+    - `max_step_time_s`: prompt tokens are added to a step while its predicted seconds stay below.
+    - `max_queue_wait_s`: seconds of waiting after which a request is scheduled before all others.
+    - `max_model_len`: tokens of one request, prompt and output. `max_input_tokens`, `max_output_tokens`:
+      tokens of prompt and output alone; None: bounded by `max_model_len` only.
     - `n_cells`: KV cells, one token each, in `n_streams` KV streams of equal size.
     - `kv_eviction_threshold`: the share of the cells above which the prefix cache evicts cells, every
       `kv_cleanup_interval_s`.
     - `timeout_scan_s`: seconds between two checks of the deadlines.
     - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
-    - `max_sessions`: sessions of all clients, and saved ones of each. `session_kv_share`: the share of the
-      cells that they may keep from being evicted. `session_store`: where they are saved; None: nowhere.
-    - `n_clients`: configured clients, each of which has a share of the above (`client_shares`, `Shares`); 1:
-      there are no shares, whatever the clients of requests.
+    - `max_sessions`: sessions of all clients, and saved sessions of each. `session_kv_share`: the share of
+      the cells that sessions may pin. `session_store`: the folder of saved sessions; None: they cannot be
+      saved.
+    - `n_clients`: configured clients, each with a share of the above (`client_shares`, `Shares`); 1: no
+      shares, even if requests name several clients.
     """
 
     max_num_seqs: int
@@ -78,9 +80,9 @@ class Limits:
             )
 
     def with_cells(self, n_cells: int) -> Limits:
-        """Return limits with `n_cells` cells and a context that fits one KV stream."""
-        n_most = n_cells // self.n_streams
-        return replace(self, n_cells=n_cells, max_model_len=min(self.max_model_len, n_most))
+        """Return these limits with `n_cells` cells and a context that fits one KV stream."""
+        n_max = n_cells // self.n_streams
+        return replace(self, n_cells=n_cells, max_model_len=min(self.max_model_len, n_max))
 
     @property
     def n_cells_per_stream(self) -> int:
@@ -94,18 +96,18 @@ class Limits:
 
     @property
     def n_batch_slots(self) -> int:
-        """Requests that one step can serve."""
+        """Requests that fit in one step."""
         return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)
 
 
-# What `prompt_logprobs` may give: prompt tokens times (candidates + 1).
+# Maximum entries of `prompt_logprobs`: prompt tokens times (candidates + 1).
 PROMPT_LOGPROBS_MAX = 1 << 17
 
 
 def token_limit(
     prompt: Sequence[int], params: SamplingParams, limits: Limits, *, pooling: Pooling | None = None
 ) -> int:
-    """Return the tokens, prompt and output, at which the request ends by length: its worst case in KV cells.
+    """Return the length, prompt and output, at which the request ends: its worst case in KV cells.
 
     Without `max_tokens` it is the maximum allowed; with `pooling` there is no output. Raises
     RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or choices) or
@@ -122,7 +124,7 @@ def token_limit(
         if n_entries > PROMPT_LOGPROBS_MAX:
             raise RejectedError(
                 f"prompt_logprobs {params.prompt_logprobs} of {len(prompt)} prompt tokens are {n_entries} "
-                f"entries, at most {PROMPT_LOGPROBS_MAX} are given: ask for fewer, or a shorter prompt",
+                f"entries, allowed are {PROMPT_LOGPROBS_MAX}: request fewer, or shorten the prompt",
                 param="prompt_logprobs",
             )
     _at_most("n", params.n, limits.max_num_seqs, "choices run at the same time at most")
@@ -143,19 +145,20 @@ def token_limit(
     if wanted > limits.max_model_len:
         raise ContextLengthError(
             f"the context is {limits.max_model_len} tokens, and the request asks for {wanted}: "
-            f"{len(prompt)} in the prompt and {wanted - len(prompt)} for the answer",
+            f"{len(prompt)} in the prompt and {wanted - len(prompt)} for the completion",
             param="prompt" if params.max_tokens is None else "max_tokens",
         )
     if params.max_tokens is not None:
         return wanted
-    n_most = limits.max_model_len if limits.max_output_tokens is None else limits.max_output_tokens
-    return min(limits.max_model_len, len(prompt) + n_most)
+    n_max = limits.max_model_len if limits.max_output_tokens is None else limits.max_output_tokens
+    return min(limits.max_model_len, len(prompt) + n_max)
 
 
 def check_first_token(source: EngineRequest) -> None:
     """Raise RejectedError if the request's own fields forbid every possible first token.
 
-    If that appears later, or with a grammar, the request ends then with the same error.
+    If only a later token has no candidate left, or because of a grammar, the request ends with the same
+    error.
     """
     params = source.params
     if params.allowed_token_ids is None:
@@ -166,7 +169,7 @@ def check_first_token(source: EngineRequest) -> None:
     if forbidden.issuperset(params.allowed_token_ids):
         others = [name for name in ("bad_words", "min_tokens") if getattr(params, name)]
         raise RejectedError(
-            f"{' and '.join(['allowed_token_ids', *others])} leave no token: what is allowed is forbidden",
+            f"{' and '.join(['allowed_token_ids', *others])} leave no token: all allowed tokens are masked",
             param="allowed_token_ids",
         )
 

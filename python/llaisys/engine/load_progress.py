@@ -1,4 +1,4 @@
-"""A progress bar on the terminal while the weights of a model are loaded."""
+"""Shows a progress bar on the terminal while the weights of a model are loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PERIOD_S = 0.1
 def loading_bar(name: str, loading: Callable[[], tuple[int, int]], *, shown: bool) -> Iterator[None]:
     """Show the progress of loading `name` on stderr.
 
-    `loading` returns the bytes packed so far and in total; it is called on a thread of its own. `shown`:
-    stderr is a terminal and the load reports progress, which a load onto a GPU does not.
+    `loading` returns the bytes packed so far and in total; it is called on a separate thread. `shown`: stderr
+    is a terminal and the load reports progress, which a load onto a GPU does not.
     """
     if not shown:
         yield
         return
-    # tqdm shows no bar on a terminal of unknown size, so pass the size.
+    # Pass the size, because tqdm shows no bar on a terminal of unknown size.
     size = shutil.get_terminal_size()
     ncols, nrows = min(size.columns, 100), size.lines
     bar = tqdm(desc=f"loading {name}", unit="B", unit_scale=True, ncols=ncols, nrows=nrows, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The engine thread: reads the inbox, runs the engine's steps, and reports their outputs.
+"""EngineLoop: the engine thread, which reads the inbox, runs the engine's steps and reports their outputs.
 
 The thread builds, uses and closes the engine, because the core belongs to the thread that created it. An
-idle thread blocks on the inbox; it never polls. However the loop ends, every open request gets exactly one
+idle thread blocks on the inbox; it never polls. Whatever ends the loop, every open request gets exactly one
 last output, and the engine is closed.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from llaisys.engine.engine import LLMEngine
-from llaisys.engine.engine_output import EngineOutput, refusal
+from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.limits import Limits
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Wake:
-    """The file work of a session transfer is done."""
+    """The file I/O of a session transfer is done."""
 
 
 Message: TypeAlias = Submit | Cancel | SessionRequest | TimelineRequest | Shutdown | _Wake
@@ -48,8 +48,8 @@ class EngineListener:
 
     - `on_step`: the outputs of a step, and the engine's stats after it.
     - `on_session_reply`, `on_timeline_reply`: the reply to a SessionRequest or a TimelineRequest.
-    - `on_end`: the loop has ended for this reason; no output follows. Called once. If the engine is stuck,
-      it runs on the watchdog's thread.
+    - `on_end`: called once with the reason when the loop has ended; no output follows. If the engine is
+      stuck, the call is on the watchdog's thread.
     - `clock`: monotonic seconds, on the same scale as the requests' times.
     """
 
@@ -94,7 +94,7 @@ class EngineLoop:
             raise
 
     def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
-        """Queue a message for the next step. Raises queue.Full beyond `inbox_max`."""
+        """Queue a message for the next step. Raises queue.Full if `inbox_max` messages wait."""
         if self._inbox.qsize() >= self._inbox_max:
             raise queue.Full
         self._inbox.put(message)
@@ -102,7 +102,7 @@ class EngineLoop:
     def stop(self) -> None:
         """End the loop after the step in progress, and wait for it unless called on the engine thread.
 
-        The shutdown message is exempt from `inbox_max`: a full inbox must not keep an engine alive.
+        The shutdown message is exempt from `inbox_max`, so that a full inbox does not keep an engine alive.
         """
         self._inbox.put(Shutdown())
         is_stuck = self._watchdog is not None and self._watchdog.is_stuck  # the thread may never end
@@ -135,11 +135,11 @@ class EngineLoop:
             if self._watchdog is not None:
                 self._watchdog.stop()
             engine.close()
-        except BaseException:  # the end is reported already
+        except BaseException:  # the end was reported above
             log.exception("closing the engine failed")
 
     def _serve(self, engine: LLMEngine) -> None:
-        """Run until Shutdown, or until an exception that no single request caused."""
+        """Run until Shutdown, or until an exception that is not the fault of one request."""
         sessions = engine.session_requests
         sessions.wake = lambda: self._inbox.put(_Wake())
         while True:
@@ -162,16 +162,16 @@ class EngineLoop:
             now_s = self._listener.clock()
             outputs = engine.step(now_s) if engine.wait_s() is not None else []
             stats = engine.stats()
-            if self._end.done():  # the watchdog gave the engine up during the step
+            if self._end.done():  # the watchdog reported the end during the step
                 return
             self._listener.on_step(rejected + outputs, stats)
-            for reply in sessions.pop_replies():  # after the stats, which the requests changed
+            for reply in sessions.pop_replies():  # after the stats, so that they include these operations
                 self._listener.on_session_reply(reply)
             if self._watchdog is not None:
                 self._watchdog.report(engine, stats, now_s)
 
     def _receive(self, wait_s: float | None) -> Iterator[Message]:
-        """Yield all queued messages; wait for the first up to `wait_s` seconds (None: without a limit)."""
+        """Yield all queued messages; wait up to `wait_s` seconds (None: no limit) for the first one."""
         try:
             yield self._inbox.get(block=wait_s != 0, timeout=wait_s or None)
             while True:
@@ -183,7 +183,8 @@ class EngineLoop:
 def build_engine(
     settings: WorkerSettings, limits: Limits, seed: int, grammar_compiler: GrammarCompiler | None = None
 ) -> LLMEngine:
-    """Load the model. To be called on the engine thread: the core belongs to the thread that created it."""
+    """Load the model. Call it on the engine thread, because the core belongs to the thread that created
+    it."""
     worker = open_worker(settings)
     limits = limits.with_cells(worker.n_cells)
     log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
@@ -191,13 +192,13 @@ def build_engine(
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
-    """Submit a request. Return its rejection as its only output, or nothing."""
+    """Submit a request. Return its single output if it is rejected, otherwise nothing."""
     try:
         engine.submit(request)
     except EngineDeadError:
         raise
     except LlaisysError as error:
-        return [refusal(request.request_id, error)]
+        return [rejected_output(request.request_id, error)]
     return []
 
 

@@ -1,7 +1,7 @@
-"""Sizes an engine for the machine: KV cells, context length, and whether the model fits at all. Pure.
+"""Sizes an engine for the machine: KV cells, context length, and whether the model fits. Pure.
 
-The KV cache is sized from the available memory, and shrinks rather than failing. A model that cannot fit is
-refused before it is loaded.
+The KV cache is sized from the available memory; if memory is short, it gets smaller instead of failing. A
+model that cannot fit is rejected before it is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llaisys.model_info import ModelInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSettings:
-    """The GPU of a context, and how to use it; see `_core.Gpu`."""
+    """The GPU of a context and its options; see `_core.Gpu`."""
 
     ordinal: int
     memory_share: float
@@ -30,7 +30,7 @@ class GpuSettings:
 class WorkerSettings:
     """The arguments of a context; the names are those of `_core.Context`.
 
-    - `n_cells`: None: as many as fit into the GPU's memory.
+    - `n_cells`: KV cells; None: as many as fit in the GPU's memory.
     - `shows_progress`: show a progress bar on stderr while the weights are loaded.
     """
 
@@ -43,7 +43,7 @@ class WorkerSettings:
     n_batch: int
     max_model_len: int
     n_threads: int
-    # These three as in `host.Cpus`.
+    # The next three are as in `host.Cpus`.
     cpu_ids: tuple[int, ...] = ()
     pins: bool = True
     memory_nodes: tuple[int, ...] = ()
@@ -54,13 +54,13 @@ class WorkerSettings:
     shows_progress: bool = False
 
 
-# The KV cache's share of the available memory if nothing is configured: 1/_KV_SHARE.
+# The KV cache takes 1/_KV_SHARE of the available memory if nothing is configured.
 _KV_SHARE = 5
 # The suffix of vLLM's name for int8.
 _PER_HEAD = "_per_token_head"
-# The core allocates cells in contiguous ranges of this size; a multiple of it wastes no cell.
+# The core allocates cells in contiguous ranges of this size, so a multiple of it wastes no cell.
 _RANGE_CELLS = 32
-# Limits that have the name and the value of a setting.
+# Limits with the name and the value of a setting.
 _AS_CONFIGURED = (
     "max_batch_size",
     "max_input_tokens",
@@ -81,8 +81,8 @@ _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """The settings and limits of an engine, and the calculation behind them in one line."""
+class EngineSizing:
+    """The settings and limits of an engine. `summary`: one log line with the calculation behind them."""
 
     settings: WorkerSettings
     limits: Limits
@@ -97,16 +97,16 @@ def size_engine(
     *,
     gpu: GpuSettings | None = None,
     n_clients: int = 1,
-) -> Capacity:
+) -> EngineSizing:
     """Size an engine for a machine.
 
-    - `memory_bytes`: available memory. `n_clients`: clients that each have a share of the engine.
-    - `cpus`: the CPUs to compute on. The engine is bound to them unless the settings ask for more threads.
+    - `memory_bytes`: available memory. `n_clients`: clients that share the engine.
+    - `cpus`: the CPUs to compute on. The engine is bound to them unless more threads are configured.
 
-    On a GPU, the core finds out how many cells fit. If no number is configured, the settings have none, and
-    the limits assume one context of the largest length until the engine is built (`Limits.with_cells`).
+    On a GPU, the core determines how many cells fit. Unless a number is configured, the settings have none,
+    and the limits assume one context of the maximum length until the engine is built (`Limits.with_cells`).
 
-    Raises RejectedError, which names the setting that cannot be satisfied.
+    Raises RejectedError naming the setting that cannot be satisfied.
     """
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
@@ -172,7 +172,7 @@ def size_engine(
     )
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
-    return Capacity(settings, limits, summary)
+    return EngineSizing(settings, limits, summary)
 
 
 def _requested_len(config: EngineConfig, info: ModelInfo) -> int:
@@ -187,7 +187,7 @@ def _requested_len(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _n_seqs(config: EngineConfig) -> int:
-    """Return the sequences that may run at the same time: `max_num_seqs`, up to `max_concurrent_requests`."""
+    """Return the number of concurrent sequences: `max_num_seqs`, up to `max_concurrent_requests`."""
     most = config.max_concurrent_requests
     if most is None:
         return config.max_num_seqs
@@ -199,12 +199,12 @@ def _n_seqs(config: EngineConfig) -> int:
 
 
 def _weight_format(config: EngineConfig) -> str:
-    """Return the weight format. Raises RejectedError if two settings contradict each other."""
+    """Return the weight format. Raises RejectedError if dtype and quantization contradict each other."""
     if config.quantization is None:
         return config.dtype
     if config.dtype != "auto":
         raise RejectedError(
-            f"dtype {config.dtype} and quantization {config.quantization} contradict each other; give one",
+            f"dtype {config.dtype} and quantization {config.quantization} contradict each other; set one",
             param="quantization",
         )
     return config.quantization
@@ -219,7 +219,7 @@ def _kv_dtype(config: EngineConfig, gpu: GpuSettings | None) -> str:
 
 
 def _configured_cells(config: EngineConfig, cell_bytes: int) -> tuple[int, str] | None:
-    """Return the smallest number of cells that a setting allows, and the setting; None if none is set."""
+    """Return the lowest number of cells that a setting allows, and the setting; None if none is set."""
     configured = []
     if config.num_kv_cells is not None:
         configured.append((config.num_kv_cells, "num_kv_cells"))
@@ -232,7 +232,7 @@ def _configured_cells(config: EngineConfig, cell_bytes: int) -> tuple[int, str] 
 def _cells_that_fit(
     config: EngineConfig, info: ModelInfo, memory_bytes: int, cell_bytes: int, most: int
 ) -> tuple[int, str]:
-    """Return the cells that fit into the memory, up to `most`, and the reason for that number."""
+    """Return the number of cells that fit in memory, up to `most`, and the reason for that number."""
     weights = _weight_bytes(config, info)
     budget = max(0, memory_bytes - weights - _workspace_bytes(config, info)) // _KV_SHARE
     n_cells = budget // cell_bytes
@@ -257,7 +257,7 @@ def _prunes_argmax(config: EngineConfig) -> bool:
 def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
     """Return the bytes of one step's activations, and of the logits of all requests that may run.
 
-    With several ranks, each has a residual stream and sends it and its part of the logits to the others.
+    With several ranks, each rank has a residual stream and sends it and its part of the logits to the others.
     Messages are in memory twice, and every rank gathers the logits.
     """
     n_ranks = config.tensor_parallel_size
@@ -270,8 +270,7 @@ def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _check_fits(config: EngineConfig, info: ModelInfo, memory_bytes: int, kv_bytes: int) -> None:
-    """Raise RejectedError if the model does not fit: running out of memory would kill the process
-    silently."""
+    """Raise RejectedError if the model does not fit. Otherwise the kernel would kill the process silently."""
     weights, workspace = _weight_bytes(config, info), _workspace_bytes(config, info)
     needed = weights + kv_bytes + workspace
     if needed <= memory_bytes:

@@ -1,7 +1,7 @@
-"""The messages between a client and its engine, and their encoding where the engine has its own process.
+"""The messages between an EngineClient and its engine, and their encoding for an engine in a child process.
 
-Each message is a tagged struct of plain dataclasses; decoding checks every field. Both ends run the same
-package version, which `Start` carries, so there is no other versioning.
+Each message is a tagged struct of plain dataclasses; decoding checks every field. Both processes run the same
+package version, which `Start` contains, so messages have no version of their own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llaisys.timeline import Timeline
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: which model to load, and how.
+    """The first message: the model to load and its settings.
 
-    - `log_level`: a level of `logging`, as a number.
+    - `log_level`: a numeric level of `logging`.
     - `grammar_tokenizer`: the model's tokenizer for structured outputs; None: requests with a grammar are
       rejected.
     """
@@ -53,7 +53,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Cancel a request, or only its choice `index`.
 
-    `asked_s`: when the client asked, by `time.monotonic`, which all processes of a machine share.
+    `asked_s`: time of the client's call in `time.monotonic` seconds, a clock that all processes share.
     """
 
     request_id: RequestId
@@ -62,14 +62,14 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimelineRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the timelines of a request's choices."""
+    """Request the timelines of a request's choices."""
 
     call_id: int
     request_id: RequestId
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """The last message: end the engine, whatever is open."""
+    """The last message: stop the engine, even if requests are open."""
 
 
 # --- from the engine ---
@@ -98,7 +98,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimelineReply(msgspec.Struct, frozen=True, tag=True):
-    """The one reply to a TimelineRequest: the timeline of each choice that is still known."""
+    """The single reply to a TimelineRequest: the timeline of each choice that is still recorded."""
 
     call_id: int
     timelines: dict[int, Timeline]
@@ -115,7 +115,7 @@ FromEngine: TypeAlias = Started | StartFailed | StepOutputs | SessionReply | Tim
 
 
 class _Error(msgspec.Struct, frozen=True):
-    """A LlaisysError as plain values. `kind`: the name of its class."""
+    """A LlaisysError as plain values. `kind`: its class name."""
 
     kind: str
     text: str
@@ -162,7 +162,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     """Encode a message.
 
     Raises TypeError for a value that is not plain. Raises RejectedError for a value that a request may
-    contain and msgpack cannot represent: a lone surrogate in a string, or an integer beyond 64 bits.
+    contain but msgpack cannot represent: a lone surrogate in a string, or an integer of more than 64 bits.
     """
     try:
         return _ENCODER.encode(message)
@@ -171,10 +171,10 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(raw: bytes) -> ToEngine:
-    """Decode one message to an engine. Raises msgspec.DecodeError or LlaisysError for anything else."""
+    """Decode one message to an engine. Raises msgspec.DecodeError or LlaisysError for an invalid message."""
     return _TO_ENGINE.decode(raw)
 
 
 def decode_from_engine(raw: bytes) -> FromEngine:
-    """Decode one message from an engine. Raises msgspec.DecodeError for anything else."""
+    """Decode one message from an engine. Raises msgspec.DecodeError for an invalid message."""
     return _FROM_ENGINE.decode(raw)

@@ -1,4 +1,4 @@
-"""Pools the hidden states of a prompt into one embedding."""
+"""Pools the final hidden states of a prompt into one embedding."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from llaisys.outputs import FinishReason
 class Pool:
     """The pooled part of a request's `n_tokens` final hidden states (after the last norm).
 
-    Rows are added by position and summed one after the other in float64, so the result depends neither on how
-    the prompt was split into chunks nor on the other requests of its batches.
+    Rows are added by position and summed one after the other in float64. So the result depends neither on the
+    chunks of the prompt nor on the other requests of its batches.
 
-    - `next`: the first position whose hidden state is still needed; earlier ones were added or are not
-      needed.
+    - `next`: the first position whose hidden state is still needed.
     """
 
     def __init__(self, pooling: Pooling, n_tokens: int) -> None:
@@ -31,7 +30,7 @@ class Pool:
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens that may come from the prefix cache, which has no hidden states."""
+        """Number of leading tokens that may come from the prefix cache, which has no hidden states."""
         return min(self.next, self._n_tokens - 1)
 
     def rows(self, start: int, end: int) -> range:
@@ -42,17 +41,19 @@ class Pool:
         """Add the hidden states `[n, d_model]` of the positions from `next` on."""
         if self._sum is None:
             self._sum = np.zeros(hidden.shape[1])
-        for row in hidden:  # `hidden.sum(axis=0)` does not fix the order of the sum
+        for row in hidden:  # `hidden.sum(axis=0)` does not guarantee an order of summation
             self._sum += row
         self.next += len(hidden)
 
     def vector(self) -> bytes | None:
-        """Return the mean of the added rows, normalized to length 1: `[d_model]` float32, little endian. None
-        if a number is not finite."""
+        """Return the mean of the added rows, with L2 norm 1: `[d_model]` float32, little endian.
+
+        None if a number is not finite.
+        """
         if self._sum is None or self.next != self._n_tokens:
             raise BrokenInvariant(f"{self.next} of {self._n_tokens} hidden states are pooled")
         mean = self._sum / (self._n_tokens - self._first)
-        length = math.sqrt(math.fsum(mean * mean))  # exactly rounded, whatever the order
+        length = math.sqrt(math.fsum(mean * mean))  # exactly rounded, independent of the order
         if not math.isfinite(length):
             return None
         return (mean / max(length, 1e-12)).astype("<f4").tobytes()
@@ -75,6 +76,6 @@ def embedding_of(request: Request) -> tuple[Completed | Failed, EngineOutput]:
     )
     if vector is None:
         return Failed(
-            RequestFailedError("the model gave a number that is not finite for this request")
+            RequestFailedError("the model computed a number that is not finite for this request")
         ), output
     return Completed(FinishReason.STOP), output

@@ -1,15 +1,14 @@
-"""The prefix cache: radix trees over token ids say which computed prefixes are cached. Pure.
+"""PrefixCache: radix trees over token ids that record which computed prefixes are cached. Pure.
 
-The trees hold ids, the core holds cells. A node of a tree names a cache node of the core: the cells of
-consecutive positions that the core keeps, whichever sequences use them. `PrefixCache` never calls the core.
-It returns edits, and `KvCacheManager` carries them out at once, in their order.
+The trees hold token ids, the core holds cells. A node of a tree corresponds to a cache node of the core: the
+cells of consecutive positions that the core keeps, even if no sequence uses them. `PrefixCache` never calls
+the core. It returns edits, and `KvCacheManager` applies them at once, in order.
 
-There is one tree for each salt (tenant) and KV stream: no request hits what another salt has cached, and K
-and V are linked within one KV stream only. A hit is compared token by token (by slices), never by a hash
-alone.
+There is one tree for each salt (tenant) and KV stream: no request hits a prefix of another salt, and K and V
+are linked within one KV stream only. Hits are compared token by token (by slices), never by a hash alone.
 
-Eviction takes the least recently used path, by the time of its last unpin. `_unpinned` keeps that order with
-every node before its parent, so its first node is always a leaf, and evicting never searches.
+Eviction takes the least recently used path, by the time of its last unpin. `_unpinned` has this order, with
+every node before its parent. So its first node is always a leaf, and eviction never searches.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Literal, TypeAlias
 
 from llaisys.engine.request import BrokenInvariant
 
-# Evicted continuations that are remembered, so that a miss can say "evicted"; the oldest are dropped first.
+# Number of evicted continuations that are remembered, so that a miss can have the reason "evicted".
 N_EVICTED_REMEMBERED_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AddNode:
-    """Cache the cells `p0 <= p < p1` of the sequence that is being inserted, as the new node `node_id`."""
+    """Cache the positions `p0 <= p < p1` of the inserted sequence as the new node `node_id`."""
 
     node_id: int
     p0: int
@@ -37,7 +36,7 @@ class AddNode:
 
 @dataclass(frozen=True, slots=True)
 class SplitNode:
-    """Keep the positions below `at` in node `node_id`; the new node `tail` gets the others."""
+    """Split node `node_id`: it keeps the positions below `at`, and the new node `tail` gets the others."""
 
     node_id: int
     at: int
@@ -59,10 +58,10 @@ CacheEdit: TypeAlias = AddNode | SplitNode | TrimNode
 class Miss:
     """Why the token at `position` is not cached.
 
-    - `limit`: the caller asked for no more. `evicted`: it was cached and then evicted.
+    - `limit`: the caller's limit was reached. `evicted`: it was cached and then evicted.
     - `differs`: the cached path continues with `cached` instead of `token`.
-    - `salt`: this salt has cached nothing, another salt has. Which tokens is not compared, so that tenants
-      learn nothing of each other. `empty`: nothing is cached from here on.
+    - `salt`: this salt has cached nothing, another salt has. Tokens are not compared, so that tenants learn
+      nothing about each other. `empty`: nothing is cached from here on.
     """
 
     reason: Literal["limit", "evicted", "differs", "salt", "empty"]
@@ -73,11 +72,10 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The first `n_tokens` tokens are cached in the KV stream `stream`, as `parts`: (node_id, p0, p1) in
-    order.
+    """A cached prefix: the first `n_tokens` tokens, in the KV stream `stream`.
 
-    A part may be the head of its node. `miss` is None if every token is cached. `n_evictable`: how many of
-    these cells are not pinned yet.
+    `parts`: (node_id, p0, p1) in order; a part may be the head of its node. `miss`: None if every token is
+    cached. `n_evictable`: how many of these cells are not pinned.
     """
 
     n_tokens: int
@@ -88,9 +86,9 @@ class Match:
 
 
 class Pin:
-    """A pinned path: its first `n_tokens` tokens are not evicted until `unpin`, which is called once.
+    """A pinned path: its first `n_tokens` tokens are not evicted until `unpin`, which must be called once.
 
-    `of_session`: it belongs to a session, not to a running request.
+    `of_session`: the pin belongs to a session, not to a running request.
     """
 
     __slots__ = ("_node", "n_tokens", "of_session")
@@ -102,7 +100,7 @@ class Pin:
 
 
 class PrefixCache:
-    """The trees of one model. Node ids count up and are never used twice.
+    """The radix trees of one model. Node ids ascend and are never reused.
 
     Invariants (`check`): the positions of a path are consecutive from 0; a node is in `_unpinned` of its KV
     stream exactly if no pin ends at it or below it, and comes before its parent there; a tree without a node
@@ -132,8 +130,8 @@ class PrefixCache:
     ) -> Match:
         """Return the longest cached prefix of `tokens`, up to `limit` tokens.
 
-        All KV streams are searched if `stream` is None; of equal matches the first is returned. Cells that
-        only one of the pins `leaving` protects count as evictable.
+        Searches all KV streams if `stream` is None and returns the first of equal matches. `leaving`: pins
+        that are about to be released; cells that only one of them pins count as evictable.
         """
         ids = as_ids(tokens)
         streams = range(len(self._unpinned)) if stream is None else (stream,)
@@ -142,20 +140,20 @@ class PrefixCache:
         return max(found, key=lambda match: match.n_tokens)
 
     def n_cached(self, stream: int = 0) -> int:
-        """Return how many cells are cached in a KV stream."""
+        """Return the number of cached cells of a KV stream."""
         return self._n_cached[stream]
 
     def n_evictable(self, stream: int = 0) -> int:
-        """Return how many cells `evict` could release now."""
+        """Return the number of cells of a KV stream that `evict` could release now."""
         return self._n_evictable[stream]
 
     def n_private(self, pin: Pin) -> int:
-        """Return how many cells only this pin protects from eviction."""
+        """Return the number of cells that only this pin pins."""
         return sum(len(node.tokens) for node in _pinned_node(pin).upward() if node.n_pins == 1)
 
     @property
     def n_session_pinned(self) -> int:
-        """Cells pinned by sessions; a cell that several sessions pin counts once."""
+        """Number of cells pinned by sessions; a cell pinned by several sessions counts once."""
         return self._n_session_pinned
 
     def dump(self) -> list[tuple[str, int, int, int, list[int], int]]:
@@ -178,8 +176,10 @@ class PrefixCache:
         return self._pin(lowest, of_session=of_session), tuple(edits)
 
     def unpin(self, pin: Pin) -> None:
-        """Release a pin; nodes without another pin count as used just now. Raises BrokenInvariant the second
-        time."""
+        """Release a pin; nodes without another pin become the most recently used.
+
+        Raises BrokenInvariant if the pin was released before.
+        """
         lowest = _pinned_node(pin)
         pin._node = None
         self._n_pins_given -= 1
@@ -195,10 +195,9 @@ class PrefixCache:
     def insert(
         self, salt: str, tokens: Sequence[int], stream: int = 0, pin: Pin | None = None
     ) -> tuple[Pin, tuple[CacheEdit, ...]]:
-        """Cache the computed `tokens` of a sequence. What is cached already does not change; the rest is
-        added.
+        """Cache the computed `tokens` of a sequence; tokens that are cached already do not change.
 
-        Return a pin of the whole path; `pin` is released.
+        Return a pin of the whole path, and the edits. Releases `pin`.
         """
         edits: list[CacheEdit] = []
         ids = as_ids(tokens)
@@ -216,9 +215,9 @@ class PrefixCache:
         return pinned, tuple(edits)
 
     def evict(self, n_cells: int, stream: int = 0) -> tuple[int, tuple[CacheEdit, ...]]:
-        """Release up to `n_cells` unpinned cells, the least recently used path first, from its end.
+        """Release up to `n_cells` unpinned cells, from the end of the least recently used path.
 
-        Return how many, and the edits.
+        Return the number of released cells, and the edits.
         """
         order = self._unpinned[stream]
         n_left, edits = n_cells, []
@@ -233,7 +232,10 @@ class PrefixCache:
         self, salt: str, tokens: Sequence[int], stream: int = 0, start: int = 0
     ) -> tuple[CacheEdit, ...]:
         """Remove the cached positions `>= start` of the path of `tokens`, and every path through them, except
-        what is pinned. For K and V that may be wrong because their request failed."""
+        pinned ones.
+
+        For K and V that may be wrong because their request failed.
+        """
         root = self._roots.get((salt, stream))
         if root is None:
             return ()
@@ -303,7 +305,7 @@ class PrefixCache:
         return Node(key, self._n_nodes_made, start, tokens)
 
     def _descend(self, key: Key, ids: array[int], edits: list[CacheEdit]) -> Node:
-        """Return the node that ends where the cached part of `ids` ends; the caller pins it."""
+        """Return the node at whose end the cached part of `ids` ends, for the caller to pin."""
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = self._make_node(key, 0, array("i"))
@@ -340,7 +342,7 @@ class PrefixCache:
         return Pin(lowest, of_session=of_session)
 
     def _mark_used_last(self, node: Node) -> None:
-        """This node is unpinned: it was used just now."""
+        """Make an unpinned node the most recently used."""
         self._unpinned[node.key[1]][node] = None
         self._n_evictable[node.key[1]] += len(node.tokens)
 
@@ -383,11 +385,11 @@ Key: TypeAlias = tuple[str, int]
 
 
 class Node:
-    """Tokens at the positions `start <= p < end`, after its parent's. A root has no tokens.
+    """A node of a radix tree: the tokens at the positions `start <= p < end`. A root has no tokens.
 
-    - `key`: its tree's salt and KV stream. `node_id`: its cache node in the core. `n_pins`: pins that end
-      here or below; `n_session_pins`: those that sessions own. `children`: by their first token.
-    - `serial`: identifies this object; after a split the object, and so the pins on it, is the tail.
+    - `key`: salt and KV stream of its tree. `node_id`: its cache node in the core. `n_pins`: pins that end at
+      this node or below; `n_session_pins`: those of sessions. `children`: by their first token.
+    - `serial`: identifies this object. After a split, this object and the pins on it are the tail.
     """
 
     __slots__ = (
@@ -417,7 +419,8 @@ class Node:
 
     @property
     def owner(self) -> Key | int:
-        """The key under which evicted children are remembered; an empty root is removed, its key remains."""
+        """The key under which evicted children are remembered: for a root its tree's key, which outlives
+        it."""
         return self.key if self.parent is None else self.serial
 
     def adopt(self, child: Node) -> None:
@@ -432,7 +435,7 @@ class Node:
             node = node.parent
 
     def subtree(self) -> list[Node]:
-        """Return this node and all below it, parents first."""
+        """Return this node and all nodes below it, parents first."""
         nodes = [self]
         for node in nodes:
             nodes.extend(node.children.values())
@@ -444,7 +447,8 @@ def as_ids(tokens: Sequence[int]) -> array[int]:
 
 
 def n_common(a: array[int], b: array[int]) -> int:
-    """Return the length of the longest common head. Halving compares whole slices at memory speed."""
+    """Return the length of the longest common prefix, by comparing slices (memory speed) of half the
+    length."""
     same, differs = 0, min(len(a), len(b)) + 1
     while differs - same > 1:
         middle = (same + differs) // 2
@@ -456,9 +460,9 @@ def n_common(a: array[int], b: array[int]) -> int:
 
 
 def walk(root: Node, ids: array[int], limit: int) -> list[tuple[Node, int]]:
-    """Return the path of `ids[:limit]` from the root on: each node with how many of its tokens match.
+    """Return the path of `ids[:limit]` from the root on: each node and the number of its tokens that match.
 
-    Only the last node may match in part. The cost is the path's nodes: token ids are compared by slices.
+    Only the last node may match partly. The cost is linear in the nodes of the path.
     """
     node, at = root, 0
     path = [(root, 0)]

@@ -1,8 +1,8 @@
-"""The client of an engine in a process of its own, which a supervisor thread starts, serves and restarts.
+"""ProcessClient: an engine in a child process, which a supervisor thread starts, serves and restarts.
 
-A socket pair connects the two processes; end-of-file means that the other process has died. The child's
-stderr is a pipe that the supervisor also reads, so that it can report the last lines of a child that died.
-The supervisor outlives the child, because Linux ties PR_SET_PDEATHSIG to the thread that started it.
+A socket pair connects the two processes; end-of-file means that the other process has died. The supervisor
+also reads a pipe with the child's stderr, so that it can report the last lines of a child that died. It
+outlives the child, because Linux ties PR_SET_PDEATHSIG to the thread that started the child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llaisys.config import EngineConfig, package_version
 from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.engine.limits import Limits
-from llaisys.engine.memory import Capacity
+from llaisys.engine.memory import EngineSizing
 from llaisys.engine.messages import (
     Cancel,
     EngineEnded,
@@ -48,11 +48,11 @@ from llaisys.ipc import Channel, FrameError
 from llaisys.logs import STDERR, LineWriter
 
 RESTARTS_MAX, RESTARTS_WINDOW_S = 3, 600.0
-# Seconds until a child that was told to end, or announced its end, is killed.
+# Seconds after which a child that should end, or has announced its end, is killed.
 END_S = 10.0
-# Of the child's stderr: the last lines that a failed start reports, taken from the last LOG_TAIL_BYTES, and
-# the bytes that are queued while the reader of our stderr stalls. Later output is dropped, because it must
-# not stop the engine.
+# A failed start reports the last LOG_LINES lines of the child's stderr, from its last LOG_TAIL_BYTES bytes.
+# Up to LOG_QUEUED_BYTES_MAX bytes wait while the reader of our stderr stalls. Further output is dropped,
+# because it must not block the engine.
 LOG_LINES, LOG_TAIL_BYTES, LOG_QUEUED_BYTES_MAX = 20, 16 << 10, 256 << 10
 _BOOT = "import sys; sys.path[:] = {}; from llaisys.engine.process_main import main; main({}, {})"
 
@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 
 
 class RestartLimit:
-    """Allows RESTARTS_MAX restarts within RESTARTS_WINDOW_S, so that a child that keeps dying is given up."""
+    """Allows RESTARTS_MAX restarts within RESTARTS_WINDOW_S seconds, so that restarts end if children keep
+    dying."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -80,13 +81,13 @@ class RestartLimit:
 class ProcessClient(EngineClient):
     """An engine process and its supervisor thread, on which `deliver` is called.
 
-    While the child is down, `error` says so and `submit` raises it. Open requests have been ended and are
+    While the child is down, `error` has the reason and `submit` raises it. Open requests have ended and are
     not run again. The child is restarted at once, as often as RestartLimit allows.
     """
 
     def __init__(
         self,
-        capacity: Capacity,
+        sizing: EngineSizing,
         config: EngineConfig,
         deliver: Deliver,
         clock: Callable[[], float] = time.monotonic,
@@ -94,16 +95,17 @@ class ProcessClient(EngineClient):
         grammar_tokenizer: GrammarTokenizer | None = None,
         watchdog: EngineWatchdog | None = None,
     ) -> None:
-        """Start the process and wait until the model is loaded. `watchdog`: of this process's event loop.
+        """Start the process and wait until the model is loaded. `watchdog`: watches this process's event
+        loop.
 
-        Raises the error of loading the model. If the process died while loading, raises EngineDeadError
-        with the exit code and the last lines of its log.
+        Raises the error of loading the model. If the process died while loading, raises EngineDeadError with
+        the exit code and the last lines of its log.
         """
-        super().__init__(capacity.limits, deliver, watchdog)
+        super().__init__(sizing.limits, deliver, watchdog)
         self._start = Start(
             version=package_version(),
-            settings=capacity.settings,
-            limits=capacity.limits,
+            settings=sizing.settings,
+            limits=sizing.limits,
             seed=config.seed,
             watchdog_window_s=config.watchdog_window_s,
             inbox_max=self._inbox_max,
@@ -129,7 +131,7 @@ class ProcessClient(EngineClient):
     def _stop(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
-        self._closing.set()  # before reading `_child`: a child that is being started then sees it
+        self._closing.set()  # before reading `_child`, so that a child that is being started sees it
         if (child := self._child) is not None:
             child.wake()
         if threading.current_thread() is not self._thread:
@@ -138,18 +140,19 @@ class ProcessClient(EngineClient):
     # --- the supervisor's thread ---
 
     def _supervise(self) -> None:
-        """Run one child after the other. Whatever goes wrong, every open request is ended."""
+        """Run one child after the other. End every open request, even after an unexpected error."""
         again = True
         while again:
             try:
                 end, again = self._run_child()
-            except BaseException as error:  # whatever it is, the open requests must be ended
+            except BaseException as error:  # the open requests must end after any error
                 log.exception("the engine process cannot be run")
                 end, again = EngineDeadError(f"the engine process cannot be run: {error}"), False
             if self._closing.is_set():
                 end, again = EngineDeadError("shutting down"), False
             elif again and not self._restarts.allow_restart():
-                end, again = EngineDeadError(f"{end}; it was restarted {RESTARTS_MAX} times, no more"), False
+                text = f"{end}; it was restarted {RESTARTS_MAX} times, which is the limit"
+                end, again = EngineDeadError(text), False
             self._end_all(end, final=not again)
             if not self._loaded.done():  # only `__init__` waits
                 lines = self._log.last_lines()
@@ -172,7 +175,7 @@ class ProcessClient(EngineClient):
         while True:
             if self._closing.is_set():
                 end = EngineDeadError("shutting down")
-                if self._connection is not None:  # else it is loading and reads no messages
+                if self._connection is not None:  # otherwise it is loading and reads no messages
                     self._end_all(end)
                     child.shut_down()
                 return end, False
@@ -217,9 +220,9 @@ class ProcessClient(EngineClient):
 class _EngineProcess:
     """One engine process. `send` and `wake` may be called from any thread, the rest only by the supervisor.
 
-    Invariant: the socket belongs to this process alone; a message to a dead process is lost. Messages that
-    the process has not read yet are queued in the channel. They belong to open requests and calls, so the
-    engine's inbox size bounds them.
+    Invariant: only this process has the socket; a message to a dead process is lost. The channel queues
+    messages that the process has not read yet. They belong to open requests and calls, so the engine's inbox
+    size bounds them.
     """
 
     def __init__(self, start: Start, stderr: _StderrRelay) -> None:
@@ -250,14 +253,15 @@ class _EngineProcess:
         self._channel.wake()
 
     def receive(self, timeout_s: float | None = None) -> list[bytes]:
-        """Send what is queued; wait for messages and return them.
+        """Send queued messages; wait for messages and return them.
 
-        Raises EOFError when the process has died.
+        Raises EOFError if the process has died.
         """
         return self._channel.receive(timeout_s)
 
     def shut_down(self) -> None:
-        """Tell the process to end, and wait for that up to END_S seconds. Its later messages are dropped."""
+        """Send Shutdown, and wait up to END_S seconds until the process has ended. Drops its later
+        messages."""
         self._channel.send(encode(Shutdown()))
         until_s = time.monotonic() + END_S
         try:
@@ -268,7 +272,7 @@ class _EngineProcess:
         log.warning("the engine process %d did not end within %.0f s and is killed", self.pid, END_S)
 
     def exit_text(self) -> str:
-        """Describe how the process ended. It may have closed its socket and still be running."""
+        """Return how the process ended, for messages. It may have closed its socket and still be running."""
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -276,7 +280,7 @@ class _EngineProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def close(self) -> None:
-        """Kill the process if it is still running, pass on the rest of its log, and release everything."""
+        """Kill the process if it is still running, relay the rest of its log, and release all resources."""
         self._process.kill()
         self._process.wait()
         while self._log_pipe >= 0 and self._read_log():
@@ -286,7 +290,7 @@ class _EngineProcess:
             os.close(self._log_pipe)
 
     def _read_log(self) -> bool:
-        """Pass on the available stderr output; return False if there is none."""
+        """Relay the available stderr output; return False if there is none."""
         try:
             text = os.read(self._log_pipe, LOG_TAIL_BYTES)
         except BlockingIOError:
@@ -300,19 +304,19 @@ class _EngineProcess:
 
 
 class _StderrRelay:
-    """Relays the children's stderr to ours, whose reader may stall, and keeps the newest child's last
-    lines."""
+    """Relays the children's stderr to ours, whose reader may stall, and keeps the last lines of the newest
+    child."""
 
     def __init__(self) -> None:
         self._tail = b""
         self._writer = LineWriter(STDERR, LOG_QUEUED_BYTES_MAX)
 
     def reset(self) -> None:
-        """Forget the last lines: a new child starts."""
+        """Drop the last lines, because a new child starts."""
         self._tail = b""
 
     def write(self, text: bytes) -> None:
-        """Relay some output. Never waits."""
+        """Relay output. Never waits."""
         self._tail = (self._tail + text)[-LOG_TAIL_BYTES:]
         self._writer.write_raw(text)
 
@@ -327,8 +331,7 @@ class _StderrRelay:
 
 
 def _spawn(theirs: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the process with its end of the socket pair; return it and the non-blocking pipe of its
-    stderr."""
+    """Start the process with its end of the socket pair; return it and its non-blocking stderr pipe."""
     log_pipe, stderr = os.pipe()
     try:
         os.set_blocking(log_pipe, False)

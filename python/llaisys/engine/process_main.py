@@ -1,7 +1,7 @@
 """The entry point of an engine process: runs an EngineLoop for the ProcessClient that started it.
 
 The parent handles Ctrl-C and SIGTERM. When the parent dies, this process ends at once: PR_SET_PDEATHSIG
-reports the death of the parent's thread, the end of the socket that of its process.
+reports the end of the parent's thread, end-of-file on the socket the end of its process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from llaisys.logs import start_log
 from llaisys.stats import EngineStats
 
 EXIT_OK, EXIT_BROKEN = 0, 70
-# Seconds that the last messages wait for a parent that does not read.
+# Seconds to wait until the parent has read the last messages.
 FLUSH_S = 10.0
 VERSION_CHANGED = "LLAISYS on disk has changed from version {} to {}: restart this process"
 _PR_SET_PDEATHSIG = 1
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def main(number: int, parent: int) -> NoReturn:
-    """Serve one engine on the socket with descriptor `number` for the process `parent`, then exit."""
+    """Serve one engine on the socket with file descriptor `number` for the process `parent`, then exit."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     faulthandler.enable()
@@ -61,15 +61,15 @@ def main(number: int, parent: int) -> NoReturn:
         _serve(channel)
         channel.flush(FLUSH_S)
         exit_code = EXIT_OK
-    except BaseException:  # whatever it is, the parent must see this process end
-        log.exception("the engine process cannot go on")
+    except BaseException:  # after any error, the parent must see this process end
+        log.exception("the engine process failed")
     finally:
         logging.shutdown()
-        os._exit(exit_code)  # a thread that does not end must not block the exit
+        os._exit(exit_code)  # a thread that never ends must not block the exit
 
 
 def _serve(channel: Channel) -> None:
-    """Serve until Shutdown. Sending never waits; the tokens of open requests bound the unread messages."""
+    """Serve until Shutdown. Sending never waits; the tokens of open requests bound the queued messages."""
     messages = _messages(channel)
     start = next(messages)
     if not isinstance(start, Start):
@@ -114,7 +114,7 @@ def _serve(channel: Channel) -> None:
                 loop.stop()
                 return
             case Start():
-                raise TypeError("Start came twice")
+                raise TypeError("the parent sent Start twice")
             case _:
                 loop.send(message)
 
@@ -122,7 +122,7 @@ def _serve(channel: Channel) -> None:
 def _messages(channel: Channel) -> Iterator[ToEngine]:
     """Yield the parent's messages.
 
-    Raises EOFError when the parent has died, and msgspec.DecodeError or LlaisysError for an invalid message.
+    Raises EOFError if the parent has died, and msgspec.DecodeError or LlaisysError for an invalid message.
     """
     while True:
         for raw in channel.receive():
@@ -130,7 +130,7 @@ def _messages(channel: Channel) -> Iterator[ToEngine]:
 
 
 def _exit_with_parent(parent: int, channel: Channel) -> None:
-    """End this process when its parent dies, whatever it is doing."""
+    """End this process when its parent dies, whatever this process is doing."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(EXIT_BROKEN)
@@ -138,7 +138,7 @@ def _exit_with_parent(parent: int, channel: Channel) -> None:
     hung_up.register(channel.fileno(), select.POLLRDHUP)
 
     def wait_for_hangup() -> None:
-        hung_up.poll()  # reads nothing; returns when the connection ends
+        hung_up.poll()  # returns when the connection ends, without reading
         os._exit(EXIT_BROKEN)
 
     threading.Thread(target=wait_for_hangup, name="llaisys-parent-watch", daemon=True).start()

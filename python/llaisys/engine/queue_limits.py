@@ -1,4 +1,4 @@
-"""Whether one more request may wait: the bounds of the queue, and each client's part of them. Pure."""
+"""Checks whether one more request may wait: the limits of the queue, and each client's part of them. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def check_queue(
     n_available: Callable[[], int],
     queue_s: Callable[[WaitingQueue], float],
 ) -> None:
-    """Raise QueueFullError if with this request more requests or tokens would wait than allowed.
+    """Raise QueueFullError if this request would make more requests or tokens wait than allowed.
 
     Requests that the next step can admit do not count as waiting, nor do siblings of a choice. A request that
-    would wait alone is always accepted. `n_available`: returns how many cells are free or evictable.
-    `queue_s`: returns the seconds that the waiting prompts need. With several configured clients each has its
-    part of both limits.
+    would be the only one to wait is always accepted. `n_available`: returns the number of free or evictable
+    cells. `queue_s`: returns the predicted seconds of the waiting prompts. With several configured clients,
+    each has its part of both limits.
     """
     reason_full = _reason_full if limits.n_clients < 2 else _reason_client_full
     if (reason := reason_full(request, requests, limits, n_available)) is not None:
@@ -35,31 +35,31 @@ def check_queue(
 def _reason_full(
     request: Request, requests: OpenRequests, limits: Limits, n_available: Callable[[], int]
 ) -> str | None:
-    n_waiting, most, most_tokens = (
+    n_waiting, max_reqs, max_tokens = (
         requests.num_queued,
         limits.max_num_queued_reqs,
         limits.max_num_queued_tokens,
     )
-    if n_waiting < most and most_tokens is None:
+    if n_waiting < max_reqs and max_tokens is None:
         return None
     waiting = [*requests.waiting, request]
     n_admissible = _n_admissible(waiting, requests.running, limits, n_available)
     n_left = n_waiting + 1 - sum(each.leader is None for each in waiting[:n_admissible])
     n_tokens = sum(len(each.token_ids) for each in waiting[n_admissible:] if each.leader is None)
-    if n_left > most:
-        return f"{n_waiting} requests wait already, at most {most} may"
-    if most_tokens is not None and n_tokens > most_tokens and n_left > 1:
-        return f"with this request {n_tokens} tokens of prompts would wait, at most {most_tokens} may"
+    if n_left > max_reqs:
+        return f"{n_waiting} requests wait; the limit is {max_reqs}"
+    if max_tokens is not None and n_tokens > max_tokens and n_left > 1:
+        return f"with this request {n_tokens} prompt tokens would wait; the limit is {max_tokens}"
     return None
 
 
 def _reason_client_full(
     request: Request, requests: OpenRequests, limits: Limits, n_available: Callable[[], int]
 ) -> str | None:
-    """Return why a client among several may not queue the request; None if it may.
+    """Return why one of several clients may not queue the request; None if it may.
 
-    Preempted requests, which were admitted before, do not count. A request within the client's share of the
-    sequence ids is admitted at once, and so always accepted.
+    Preempted requests do not count, because they were admitted before. A request within the client's share of
+    the sequence ids is admitted at once, so it is always accepted.
     """
     client, n_tokens = request.source.client_id, len(request.token_ids)
     waiting = list(requests.waiting)
@@ -68,20 +68,24 @@ def _reason_client_full(
         return None
     n_admissible = _n_admissible([*waiting, request], requests.running, limits, n_available)
     queued = [*waiting[n_admissible:], *requests.restoring]
-    held: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
+    n_queued: Counter[str] = Counter()
+    n_queued_tokens: Counter[str] = Counter()
     for each in queued:
         if each.leader is None and not each.num_preempted:
-            held[each.source.client_id] += 1
-            tokens[each.source.client_id] += len(each.token_ids)
-    reqs = Shares(limits.max_num_queued_reqs, limits.n_clients)
-    most_tokens = Shares(limits.max_num_queued_tokens or 0, limits.n_clients)
-    if not reqs.allows(held, client):
-        return f"{held[client]} requests of this client wait already ({reqs.reserved} places are its own)"
-    if limits.max_num_queued_tokens and held[client] and not most_tokens.allows(tokens, client, n_tokens):
+            n_queued[each.source.client_id] += 1
+            n_queued_tokens[each.source.client_id] += len(each.token_ids)
+    req_shares = Shares(limits.max_num_queued_reqs, limits.n_clients)
+    token_shares = Shares(limits.max_num_queued_tokens or 0, limits.n_clients)
+    if not req_shares.allows(n_queued, client):
+        return f"{n_queued[client]} requests of this client wait; {req_shares.reserved} are reserved for it"
+    if (
+        limits.max_num_queued_tokens
+        and n_queued[client]
+        and not token_shares.allows(n_queued_tokens, client, n_tokens)
+    ):
         return (
-            f"with this request {n_tokens + tokens[client]} tokens of this client's prompts would wait "
-            f"({most_tokens.reserved} are its own)"
+            f"with it {n_tokens + n_queued_tokens[client]} of this client's prompt tokens would wait; "
+            f"{token_shares.reserved} are reserved for it"
         )
     return None
 
@@ -89,7 +93,7 @@ def _reason_client_full(
 def _n_admissible(
     waiting: Sequence[Request], running: Sequence[Request], limits: Limits, n_available: Callable[[], int]
 ) -> int:
-    """Return how many waiting requests the next step can admit."""
+    """Return the number of waiting requests that the next step can admit."""
     n_ids = limits.max_num_seqs - len(running)
     if not n_ids:
         return 0

@@ -1,4 +1,5 @@
-"""A request inside the engine: its states, every legal transition, and its tokens. Pure."""
+"""Request: the engine's record of a request, with its states, every legal transition, and its tokens.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,26 +20,27 @@ if TYPE_CHECKING:
     from llaisys.engine.pooling import Pool
     from llaisys.engine.prefix_cache import Pin
 
-# A request preempted this many times is admitted again only with its worst case reserved, and not preempted.
+# A request preempted this many times is admitted again only with its worst case reserved. It is then not
+# preempted any more.
 PREEMPTIONS_MAX = 3
 
 _MASK64 = (1 << 64) - 1
 
 
 class BrokenInvariant(AssertionError):
-    """The engine's own state is inconsistent: a bug, which ends the engine."""
+    """The engine's state is inconsistent, which is a bug and ends the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What a client submits. Times are of the engine's monotonic clock, in seconds.
+    """A request as a client submits it. Times are seconds of the engine's monotonic clock.
 
-    - `priority`: lower goes first. `client_id`: the client that fair scheduling counts it for.
-    - `deadline_s`: from then on the request ends with TIMEOUT, waiting or running.
+    - `priority`: lower runs first. `client_id`: the client for fair scheduling.
+    - `deadline_s`: time at which the request ends with TIMEOUT, waiting or running.
     - `cache_salt`: requests share cached prefixes only with requests of the same salt.
     - `bad_word_ids`: the token sequences of `params.bad_words`.
-    - `session_id`: while KV of this session is being restored, the request waits for it.
-    - `pooling`: the request is for the embedding of its prompt and ends with it; nothing is sampled.
+    - `session_id`: the session that keeps the request's KV. The request waits while the session is restored.
+    - `pooling`: compute the embedding of the prompt; nothing is sampled.
     """
 
     request_id: RequestId
@@ -55,17 +57,17 @@ class EngineRequest:
     pooling: Pooling | None = None
 
 
-# --- states: each holds exactly what exists in it; only Running has a sequence id ---
+# --- states: each has exactly the fields that exist in it; only Running has a sequence id ---
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Holds no sequence id and no cells."""
+    """In the queue; holds no sequence id and no cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForRemoteKvs:
-    """Its session's KV is being restored. It is outside the queue and holds no sequence id and no cells."""
+    """Its session's KV is being restored. Outside the queue; holds no sequence id and no cells."""
 
     session_id: str
 
@@ -100,32 +102,32 @@ State: TypeAlias = Waiting | WaitingForRemoteKvs | Running | Preempted | Finishe
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The scheduler admitted it, and it acquired `seq_id` in the KV stream `stream`."""
+    """The scheduler admitted the request, and it acquired `seq_id` in the KV stream `stream`."""
 
     seq_id: int
     stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Displaced:
-    """Other requests need its cells."""
+class Preemption:
+    """The scheduler preempted the request, because others need its cells or its sequence id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Its session's KV is restored."""
+    """The KV of its session is restored."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFailed:
-    """Its session's KV cannot be restored."""
+    """The KV of its session cannot be restored."""
 
     error: LlaisysError
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A sampled token ended it: reason STOP (`stop_reason`: the id of `stop_token_ids`) or LENGTH."""
+    """A sampled token ended the choice: reason STOP (`stop_reason`: the id of `stop_token_ids`) or LENGTH."""
 
     reason: FinishReason
     stop_reason: int | None = None
@@ -133,12 +135,12 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client disconnected or cancelled it."""
+    """The client disconnected or canceled the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """The deadline passed; `waited_s` seconds after arrival."""
+    """The deadline passed, `waited_s` seconds after arrival."""
 
     waited_s: float
 
@@ -150,7 +152,7 @@ class Failed:
     error: LlaisysError
 
 
-Event: TypeAlias = Admitted | Displaced | Restored | RestoreFailed | Completed | Cancelled | Expired | Failed
+Event: TypeAlias = Admitted | Preemption | Restored | RestoreFailed | Completed | Cancelled | Expired | Failed
 
 
 def advance(state: State, event: Event) -> State:
@@ -161,7 +163,7 @@ def advance(state: State, event: Event) -> State:
     match state, event:
         case ((Waiting() | Preempted()), Admitted(seq_id, stream)):
             return Running(seq_id, stream)
-        case Running(), Displaced():
+        case Running(), Preemption():
             return Preempted()
         case WaitingForRemoteKvs(), Restored():
             return Waiting()
@@ -172,17 +174,17 @@ def advance(state: State, event: Event) -> State:
         case ((Waiting() | WaitingForRemoteKvs() | Running() | Preempted()), Cancelled()):
             return Finished(FinishReason.ABORT)
         case ((Waiting() | WaitingForRemoteKvs() | Running() | Preempted()), Expired(waited_s)):
-            error = RequestTimeoutError(f"no answer within the time limit: ended after {waited_s:.1f} s")
+            error = RequestTimeoutError(f"not complete within the time limit: ended after {waited_s:.1f} s")
             return Finished(FinishReason.TIMEOUT, error=error)
         case ((Waiting() | Running() | Preempted()), Failed(error)):
             return Finished(FinishReason.ERROR, error=error)
-        case Finished(), Cancelled():  # a disconnect after the end is expected
+        case Finished(), Cancelled():  # a disconnect after the end is normal
             return state
     raise BrokenInvariant(f"{event!r} cannot happen in {state!r}")
 
 
 def derive_seed(engine_seed: int, ordinal: int) -> int:
-    """Return 64 bits as the default seed of the `ordinal`th request. Source: SplitMix64 (Steele et al.
+    """Return the default seed (64 bits) of the `ordinal`th request. Source: SplitMix64 (Steele et al.
     2014)."""
     z = (engine_seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -194,21 +196,21 @@ def derive_seed(engine_seed: int, ordinal: int) -> int:
 class Request:
     """The engine's record of one choice of a request. The engine thread owns it; the scheduler only reads it.
 
-    - `ordinal`: order of arrival, and its name inside the engine. `index`: which choice it is.
-    - `seed`: 64 bits, for sampling. `leader`: the choice that computes the prompt for it; None: itself.
+    - `ordinal`: order of arrival, which identifies it inside the engine. `index`: the choice.
+    - `seed`: 64 bits, for sampling. `leader`: the choice that computes the shared prompt; None: this choice.
     - `token_limit`: maximum tokens of prompt and output, which is also its worst case in cells.
-    - `token_ids`: prompt and output so far. `num_computed`: how many of them have K and V in cells.
-    - `num_shared`: how many of the computed ones are in cells shared with the prefix cache or a sibling.
-    - `num_reclaimed`: how many of the first computed ones have no cell any more, since no later row sees
-      them. If any has none, none is shared. `window_cells`: the bound on its own cells that follows; None: no
-      bound.
-    - `num_cached`: prompt tokens that were computed already at its first admission; None before. `queued_s`:
-      seconds from its arrival until then.
-    - `prompt_logprobs`: of the prompt's tokens from the second on, as far as computed; of a leader only.
+    - `token_ids`: prompt and output so far. `num_computed`: number of them with K and V in cells.
+    - `num_shared`: number of computed tokens in cells shared with the prefix cache or a sibling.
+    - `num_reclaimed`: number of leading tokens whose cells were freed, because no later row sees them. If it
+      is not 0, no cell is shared. `window_cells`: the resulting bound on its own cells; None: no bound.
+    - `num_cached`: prompt tokens that were cached at its first admission; None before. `queued_s`: seconds
+      from arrival until then.
+    - `prompt_logprobs`: those computed so far, from the second prompt token on; only in a leader.
     - `pool`: pooled hidden states of an embedding request; kept when it is preempted.
     - `last_step`: the last step that computed a token of it. `pin`: its pinned path while it runs.
 
-    Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished; 0 unless it runs.
+    Invariants: `num_computed < len(token_ids) <= token_limit` until it is finished; `num_computed` is 0
+    unless it runs.
     """
 
     source: EngineRequest
@@ -239,7 +241,7 @@ class Request:
 
     @property
     def request_id(self) -> RequestId:
-        """The id that the client gave."""
+        """The id set by the client."""
         return self.source.request_id
 
     @property
@@ -263,7 +265,7 @@ class Request:
 
     @property
     def num_missing(self) -> int:
-        """Tokens whose K/V are still to be computed: 1 when it is decoding."""
+        """Tokens whose K and V are not computed yet: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -278,15 +280,15 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True if it computes prompt logprobs, which the choices of a request share."""
+        """True if it computes prompt logprobs, which all choices of a request share."""
         return self.leader is None and self.source.params.prompt_logprobs is not None
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens that need not be computed again if they are cached.
+        """Leading tokens that need no computation if they are cached.
 
-        All but the last, whose logits are needed. While prompt logprobs or an embedding are being computed,
-        only those whose rows have been scored or pooled.
+        These are all except the last, whose logits are needed. While prompt logprobs or an embedding are
+        being computed, only tokens whose rows were scored or pooled.
         """
         if self.pool is not None:
             return self.pool.num_reusable
@@ -304,17 +306,16 @@ class Request:
     def add_hidden(self, hidden: NDArray[np.float32]) -> None:
         """Pool the final hidden states `[n, d_model]` of output rows."""
         if self.pool is None:
-            raise BrokenInvariant(f"request {self.ordinal} has hidden states and no pool")
+            raise BrokenInvariant(f"request {self.ordinal} has hidden states but no pool")
         self.pool.add(hidden)
 
     @property
     def worst_case_reserved(self) -> bool:
-        """True if its worst case in cells is reserved while it runs; it is not preempted again."""
+        """True if its worst case in cells is reserved while it runs, so that it is not preempted again."""
         return self.num_preempted >= PREEMPTIONS_MAX
 
     def append_token(self, token_id: int) -> Completed | None:
-        """Append a sampled token; return the event if it ends the request. An eos or stop id is part of the
-        output."""
+        """Append a sampled token, also an eos or stop id; return the event if it ends the choice."""
         self.token_ids.append(token_id)
         if token_id in self.stop_ids:
             source = self.source

@@ -1,11 +1,11 @@
-"""Open requests and the order of those that wait: priority, then fair among clients, then by arrival. Pure.
+"""WaitingQueue and OpenRequests: the open requests, and the order of the waiting ones. Pure.
 
-Requests of one priority and one client are in a client queue, in order of arrival. A preempted request
-arrived before those that wait, and so becomes the head of its queue. Among the client queues of the best
-priority, deficit round robin (Shreedhar and Varghese, 1996) divides the prompt tokens: a queue whose turn
-comes is granted a quantum of tokens, and its head is next when the queue's deficit covers it. Generated
-tokens are charged to the queue when their request ends. A request that has waited too long goes before all
-others.
+The order is by priority, then fair among clients, then by arrival. Requests of one priority and one client
+form a client queue, in order of arrival. A preempted request arrived before the waiting ones, so it becomes
+the head of its queue. Deficit round robin (Shreedhar and Varghese, 1996) divides the prompt tokens among the
+client queues of the best priority. A queue is granted a quantum of tokens on its turn, and its head is next
+once the queue's deficit covers it. Generated tokens are charged to the queue when their request ends. A
+request that has waited too long goes before all others.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _ordinal(request: Request) -> int:
 
 
 class WaitingQueue:
-    """The requests that wait for capacity only. Invariant: no client queue is empty.
+    """The requests that wait only for capacity. Invariant: no client queue is empty.
 
-    `n_preempted` of them ran before; `n_siblings` are later choices of a request.
+    `n_preempted`: those that ran before. `n_siblings`: later choices of a request.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class WaitingQueue:
         self._count(request, 1)
 
     def without(self, gone: Sequence[Request]) -> WaitingQueue:
-        """Return a queue without these requests; this one does not change."""
+        """Return a copy of the queue without these requests."""
         left = {request.ordinal for request in gone}
         others = WaitingQueue()
         for key, queue in self._client_queues.items():
@@ -89,7 +89,7 @@ class WaitingQueue:
         return others
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Raises KeyError or ValueError if it does not wait."""
+        """Remove a request. Raises KeyError or ValueError if it is not in the queue."""
         key = _client_key(request)
         queue = self._client_queues[key]
         queue.remove(request)
@@ -98,7 +98,7 @@ class WaitingQueue:
             del self._client_queues[key]
 
     def _count(self, request: Request, change: int) -> None:
-        """Update the counts; what they depend on does not change while the request waits."""
+        """Update the counts. The properties that they depend on do not change while a request waits."""
         self._n += change
         self.n_preempted += change * (request.num_preempted > 0)
         self.n_siblings += change * (request.leader is not None)
@@ -106,16 +106,16 @@ class WaitingQueue:
 
 @dataclass(frozen=True, slots=True)
 class RoundRobinState:
-    """What deficit round robin remembers from step to step.
+    """The state of deficit round robin between steps.
 
-    `deficits`: the client queues in the order of their turns, with their deficits in tokens. The first one
-    has the turn, and its quantum is granted. An empty queue is removed together with its deficit.
+    `deficits`: the client queues in the order of their turns, with their deficits in tokens. It is the first
+    one's turn, and its quantum is granted. An empty queue is removed together with its deficit.
     """
 
     deficits: tuple[tuple[ClientKey, int], ...] = ()
 
     def charge(self, request: Request, n_tokens: int) -> RoundRobinState:
-        """Return the state after `n_tokens` were served to a request outside its turn."""
+        """Return the state after `n_tokens` tokens of a request were served outside its turn."""
         key = _client_key(request)
         if len(self.deficits) < 2 or n_tokens == 0:  # no other client to be fair to
             return self
@@ -123,9 +123,9 @@ class RoundRobinState:
 
 
 class DeficitRoundRobin:
-    """The walk of one plan through a waiting queue: peek at the next request, then pop it or skip its client.
+    """Iterates over a waiting queue for one plan: peek at the next request, then pop it or skip its client.
 
-    It changes only itself; the next plan starts from `state`.
+    The queue does not change. The next plan starts from `state`.
     """
 
     def __init__(
@@ -138,18 +138,18 @@ class DeficitRoundRobin:
         self._n_popped: dict[ClientKey, int] = {}
         self._skipped: set[ClientKey] = set()
         known = [(key, deficit) for key, deficit in state.deficits if key in self._queues]
-        met = {key for key, _ in known}
-        self._deficits = {**dict(known), **{key: 0 for key in self._queues if key not in met}}
+        known_keys = {key for key, _ in known}
+        self._deficits = {**dict(known), **{key: 0 for key in self._queues if key not in known_keys}}
         # By priority, the client queues in the order of their turns.
         self._turns: dict[int, list[ClientKey]] = {}
         for key in self._deficits:
             self._turns.setdefault(key[0], []).append(key)
         for keys in self._turns.values():
-            if keys[0] not in met:
+            if keys[0] not in known_keys:
                 self._deficits[keys[0]] = quantum
 
     def peek_next(self) -> Request | None:
-        """Return the next request; None if none is left. Asking again returns the same."""
+        """Return the next request without removing it; None if none is left."""
         keys = [key for key in self._deficits if key not in self._skipped]
         if not keys:
             return None
@@ -160,12 +160,12 @@ class DeficitRoundRobin:
         return self._head(self._advance_turn(best))
 
     def heads(self) -> list[Request]:
-        """Return the head of each client queue that was not skipped: any of them can be popped out of
+        """Return the head of each client queue that was not skipped. Any of them can be popped out of
         turn."""
         return [self._head(key) for key in self._deficits if key not in self._skipped]
 
     def pop(self, request: Request, n_tokens: int) -> None:
-        """Remove the head of a client queue, which pays `n_tokens`."""
+        """Remove the head of a client queue and charge `n_tokens` to the queue."""
         key = _client_key(request)
         self._deficits[key] -= n_tokens
         self._n_popped[key] = self._n_popped.get(key, 0) + 1
@@ -173,11 +173,11 @@ class DeficitRoundRobin:
             self._drop(key)
 
     def skip_client(self, request: Request) -> None:
-        """Skip the client queue of this head for the rest of the plan; its deficit stays."""
+        """Skip the client queue of this head for the rest of the plan; its deficit does not change."""
         self._skipped.add(_client_key(request))
 
     def state(self) -> RoundRobinState:
-        """Return the deficits and the order of turns now."""
+        """Return the current deficits and order of turns."""
         return RoundRobinState(
             tuple((key, self._deficits[key]) for keys in self._turns.values() for key in keys)
         )
@@ -196,19 +196,19 @@ class DeficitRoundRobin:
             self._deficits[keys[0]] += self._quantum
 
     def _advance_turn(self, priority: int) -> ClientKey:
-        """Pass turns and quanta on until the queue that has the turn can pay for its head; return its key.
+        """Advance turns and grant quanta until the queue on turn can pay for its head; return its key.
 
-        Whole rounds are counted, not walked. Of queues 0..m-1, queue 0 has its quantum; queue i gets its g-th
-        one in turn i + (g - 1) m, queue 0 in turn g m.
+        Whole rounds are computed, not iterated. Queues are 0..m-1, and queue 0 has its quantum already. Queue
+        i > 0 gets its g-th quantum in turn i + (g - 1) m, queue 0 in turn g m.
         """
         keys = [key for key in self._turns[priority] if key not in self._skipped]
         m, quantum = len(keys), self._quantum
-        turn_of = []
+        next_turns = []
         for i, key in enumerate(keys):
             lacks = len(self._head(key).token_ids) - self._deficits[key]
             n_grants = max(0 if i == 0 else 1, -(-lacks // quantum))
-            turn_of.append(n_grants * m if i == 0 else i + (n_grants - 1) * m)
-        turn = min(turn_of)
+            next_turns.append(n_grants * m if i == 0 else i + (n_grants - 1) * m)
+        turn = min(next_turns)
         for i, key in enumerate(keys):
             n_grants = turn // m if i == 0 else (turn - i) // m + 1
             self._deficits[key] += quantum * max(0, n_grants)
@@ -219,12 +219,11 @@ class DeficitRoundRobin:
 
 
 class OpenRequests:
-    """The open choices by state. The engine changes their states; this class moves each where its state
-    belongs.
+    """The open choices by state. The engine changes their states, and this class moves them between its
+    lists.
 
     - `waiting`: wait for capacity. `running`: have a sequence id; in `queue_key` order.
-    - `parked`, by ordinal: wait for something else (a sibling's prompt or a restore) and delay no other
-      request.
+    - `parked`, by ordinal: wait for a sibling's prompt or a restored session, and delay no other request.
 
     Invariant: an open choice is in exactly one of the three, and in `by_ordinal`.
     """
@@ -245,7 +244,7 @@ class OpenRequests:
         return [*self._choices.get(request_id, ())]
 
     def add(self, choices: Sequence[Request]) -> None:
-        """Add a new request: its first choice waits or is being restored, the others wait for its prompt."""
+        """Add a new request. Its first choice waits or is being restored; the others wait for its prompt."""
         leader = choices[0]
         if isinstance(leader.state, WaitingForRemoteKvs):
             self.parked[leader.ordinal] = leader
@@ -256,7 +255,7 @@ class OpenRequests:
         self._choices[leader.request_id] = [*choices]
 
     def unpark(self, request: Request) -> None:
-        """Queue a parked choice that has what it waited for."""
+        """Move a parked choice to the queue."""
         del self.parked[request.ordinal]
         self.waiting.add(request)
 
@@ -266,14 +265,14 @@ class OpenRequests:
         return [each for each in siblings if each.leader is leader and each.ordinal in self.parked]
 
     def start(self, request: Request) -> None:
-        """Move a waiting choice to the running ones."""
+        """Move a choice from the waiting to the running ones."""
         self.waiting.remove(request)
         insort(self.running, request, key=queue_key)
 
     def remove(self, request: Request) -> bool:
         """Remove a choice that has ended; return True if it was the request's last.
 
-        If other choices wait for its prompt, the first of them computes it instead.
+        If other choices wait for its prompt, the first of them becomes their leader.
         """
         if request.ordinal in self.parked:
             del self.parked[request.ordinal]
@@ -300,7 +299,7 @@ class OpenRequests:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait, each counted once whatever its number of choices."""
+        """Number of waiting requests; a request with several choices counts once."""
         return len(self.restoring) + len(self.waiting) - self.waiting.n_siblings
 
     @property
@@ -309,7 +308,7 @@ class OpenRequests:
         return [r for r in self.parked.values() if isinstance(r.state, WaitingForRemoteKvs)]
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Return the number of waiting choices by what they wait for."""
+        """Return the number of waiting choices by reason."""
         n_preempted, n_remote = self.waiting.n_preempted, len(self.restoring)
         return {
             "capacity": len(self.waiting) - n_preempted,
@@ -319,12 +318,12 @@ class OpenRequests:
         }
 
     def check(self) -> None:
-        """Raise BrokenInvariant if a choice is in no list, in two, or in the wrong one."""
+        """Raise BrokenInvariant if a choice is in no list, in two lists, or in the wrong one."""
         places = [*self.waiting, *self.running, *self.parked.values()]
         if sorted(r.ordinal for r in places) != sorted(self.by_ordinal):
-            raise BrokenInvariant("a request is in no list, in two, or in the wrong one")
+            raise BrokenInvariant("a request is in no list, in two lists, or in the wrong one")
         if sorted(self.by_ordinal) != sorted(r.ordinal for rs in self._choices.values() for r in rs):
-            raise BrokenInvariant("a choice has no request, or a request has a choice that ended")
+            raise BrokenInvariant("a choice has no request, or a request has a choice that has ended")
         n_preempted = sum(isinstance(request.state, Preempted) for request in self.waiting)
         n_siblings = sum(request.leader is not None for request in self.waiting)
         if (n_preempted, n_siblings) != (self.waiting.n_preempted, self.waiting.n_siblings):

@@ -1,19 +1,18 @@
-"""Which requests run in the next step, and with how many tokens. Pure: no clock, no I/O.
+"""Scheduler: chooses the requests of the next step and their numbers of tokens. Pure: no clock, no I/O.
 
-There is no prefill phase and no decode phase: a step lets each request catch up within a token budget.
-Decoding requests (one token missing) come first, so a long prompt never delays tokens that are being
-generated. The rest of the budget goes to prompts, in chunks. `request_queue` has the order,
-`kv_cache_planner` the cells.
+There is no prefill phase and no decode phase: each step computes missing tokens of requests within a token
+budget. Decoding requests (one token missing) come first, so a long prompt never delays them. The rest of the
+budget goes to prompts, in chunks. `request_queue` determines the order, `kv_cache_planner` the cells.
 
-- The next waiting request in order is never overtaken, so no request starves: it waits for capacity alone.
-- When a request lacks a cell, the scheduler preempts the last running one in order. The first one and
+- The next waiting request in order is never overtaken, so no request starves.
+- If a request lacks a cell, the scheduler preempts the last running request in order. The first request and
   worst-case-reserved requests are never preempted; if no other is left, the request skips the step.
-- With several configured clients, a request of a client that runs less than its share is admitted at once:
-  the newest request above its client's share is preempted for it, one per step. Requests above a share are
+- With several configured clients, a request of a client below its share is admitted at once. For that, the
+  scheduler preempts the newest request above its client's share, one per step. Requests above a share are
   also the first to be preempted for cells.
-- Progress guarantee: the first request in order gets every cell that is not reserved once the others are
-  preempted, and a worst-case-reserved request uses its reserved cells.
-- If nothing runs and a request waits, the next in order is admitted: every cell is free or evictable, and
+- Progress guarantee: the first request in order can get every unreserved cell by preempting the others, and a
+  worst-case-reserved request uses its reserved cells.
+- If nothing runs and requests wait, the next in order is admitted: every cell is free or evictable, and
   `limits.token_limit` accepts only requests that fit one KV stream.
 """
 
@@ -30,17 +29,17 @@ from llaisys.engine.prefix_cache import PrefixCache
 from llaisys.engine.request import Request
 from llaisys.engine.request_queue import DeficitRoundRobin, RoundRobinState, WaitingQueue, queue_key
 
-# Weight of the newest observation in the running means of `StepSpeed`.
+# Weight of the newest observation in the exponential moving averages of `StepSpeed`.
 _NEWEST_WEIGHT = 0.2
-# Prompt tokens that a step computes however slow the machine is, so that every prompt ends.
+# Minimum prompt tokens of a step, however slow the machine is, so that every prompt makes progress.
 PREFILL_TOKENS_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
-    """Measured seconds of a step without prompt tokens, and seconds that each prompt token adds.
+    """Measured seconds of a step without prompt tokens, and the additional seconds per prompt token.
 
-    None before the first observation. Running means: a single slow step does not stop prompts.
+    None before the first observation. Moving averages, so that a single slow step does not stop prompts.
     """
 
     step_s: float | None = None
@@ -58,26 +57,26 @@ class StepSpeed:
         return StepSpeed(self.step_s, mean(self.prefill_token_s, each))
 
     def longest_s(self, n_prefill: int) -> float:
-        """Return the predicted seconds of a step with `n_prefill` prompt tokens; 0 before any observation."""
+        """Return the predicted seconds of a step with `n_prefill` prompt tokens; 0 before an observation."""
         return (self.step_s or 0.0) + (self.prefill_token_s or 0.0) * n_prefill
 
     def prefill_tokens(self, limit_s: float, most: int) -> int:
-        """Return how many prompt tokens, up to `most`, a step of `limit_s` seconds has time for."""
+        """Return the number of prompt tokens, up to `most`, that fit in a step of `limit_s` seconds."""
         left_s = limit_s - (self.step_s or 0.0)
         if self.prefill_token_s is None or self.prefill_token_s * most <= left_s:
-            return most  # also avoids dividing by a tiny number
+            return most  # also avoids a division by a tiny number
         n_tokens = int(left_s / self.prefill_token_s) if left_s > 0 else 0
         return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerView:
-    """The engine's state as the scheduler reads it.
+    """The state of the engine that the scheduler reads.
 
     - `running`: in `queue_key` order. `parked`: open requests that wait for something other than capacity.
     - `n_free`: free cells by KV stream. `prefix_cache`: None if prefix caching is off.
-    - `round_robin`, `speed`: state that the last step left. `last_deadline_scan_s`, `last_cleanup_s`: when
-      the deadlines and the prefix cache's size were last checked.
+    - `round_robin`, `speed`: state after the last step. `last_deadline_scan_s`, `last_cleanup_s`: times of
+      the last checks of the deadlines and of the prefix cache's size.
     """
 
     now_s: float
@@ -97,8 +96,8 @@ class SchedulerView:
 class Admission:
     """A waiting request gets a sequence in the KV stream `stream`, with its first `n_cached` tokens computed.
 
-    They are linked or copied from the stream `source`: from the sibling `fork`, otherwise from the prefix
-    cache.
+    They are linked or copied from the stream `source`: from the sibling `fork` (an ordinal), otherwise from
+    the prefix cache.
     """
 
     ordinal: int
@@ -120,18 +119,20 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step, in this order: end `expire`, preempt `preempt`, pin the prefixes of `admit`, evict until
-    `n_free_wanted` cells are free in each KV stream (as far as cells are evictable), start `admit`, then
-    compute one token for each of `decode`, and `chunks`, in one batch.
+    """The plan of one step. The engine carries it out in this order:
 
-    Requests are named by their ordinals. `without_cells`: running requests, or the next in the queue, that
-    found no cells. `lacks_cells`: with more cells there would be fewer preemptions or fewer requests without
-    cells. `round_robin`: for the next view. `scanned_deadlines`, `cleaned_cache`: which periodic checks this
-    step makes.
+    1. End the requests of `expire`, then preempt those of `preempt`.
+    2. Pin the prefixes of `admit`, and evict until `n_free_wanted` cells are free in each KV stream.
+    3. Start the requests of `admit`.
+    4. Compute one token for each of `decode`, and `chunks`, in one batch.
 
-    Invariants: tokens sum to at most `max_num_batched_tokens` and requests to at most `max_batch_size`; each
-    request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`; an admitted one has a
-    chunk.
+    Ordinals identify requests. `without_cells`: running requests, or the next in the queue, that found no
+    cells. `lacks_cells`: more cells would avoid a preemption or serve a request without cells. `round_robin`:
+    for the next view. `scanned_deadlines`, `cleaned_cache`: the periodic checks of this step.
+
+    Invariants: tokens sum to at most `max_num_batched_tokens`, requests to at most `max_batch_size`. Each
+    request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`. An admitted request has
+    a chunk.
     """
 
     expire: tuple[int, ...] = ()
@@ -148,10 +149,10 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Plans one step after another. It has no state: equal views give equal plans."""
+    """Plans steps. It has no state: equal views give equal plans."""
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
-        """Plan the next step; the view does not change."""
+        """Return the plan of the next step; the view does not change."""
         step = _Step(view)
         step.expire()
         step.preempt_for_client_shares()
@@ -201,7 +202,7 @@ class _Step:
         )
 
     def expire(self) -> None:
-        """Select the requests whose deadline has passed; cells of running ones are free at once."""
+        """Select the requests whose deadline has passed, and free the cells of running ones."""
         if not self._scans_deadlines:
             return
         now_s = self._view.now_s
@@ -215,8 +216,8 @@ class _Step:
             self._waiting = self._waiting.without(waiting)
 
     def preempt_for_client_shares(self) -> None:
-        """If the next request's client runs less than its share, preempt what this request needs to start: a
-        sequence id and cells. Preempt nothing if that would not suffice."""
+        """If the next request's client is below its share, preempt requests for its sequence id and cells;
+        none if that would not suffice."""
         running = self._running
         self._shares = shares = ClientShares(self._limits, running, self._waiting)
         if not (shares.is_contended and self._waiting):
@@ -248,7 +249,7 @@ class _Step:
         if not self._cells.allocate_one_each(chosen):
             n_chosen, chosen = len(chosen), self._allocate_or_preempt(chosen)
             if not chosen and n_chosen < len(self._running):
-                # Requests outside the batch hold all cells. Those that can always continue get the slots.
+                # Requests outside the batch hold all cells. Requests that can always continue get the slots.
                 self._without_cells.clear()
                 reserved_first = sorted(self._shares.order, key=lambda r: not r.worst_case_reserved)
                 chosen = [r for r in self._running if r in reserved_first[:n_chosen]]
@@ -258,13 +259,13 @@ class _Step:
             self._prompts = [r for r in chosen if r.num_missing > 1]
 
     def schedule_prompts(self) -> None:
-        """Divide the budget's prompt tokens by priority among running prompts and newly admitted ones. A
-        second pass gives what is left to those that the first pass cut short."""
+        """Divide the budget of prompt tokens by priority among running and newly admitted prompts. A second
+        pass gives the remaining tokens to prompts that the first pass limited."""
         candidates, n_prompts = None, len(self._prompts)
         n_ids = self._limits.max_num_seqs - len(self._running)
         if self._waiting and n_ids > 0 and not self._preempted_for_cells:
             candidates = _AdmissionCandidates(self._new_round_robin(), self._shares, self._cells, n_ids)
-            self._keep_a_batch_slot(candidates)
+            self._free_batch_slot_for_admission(candidates)
             n_prompts = len(self._prompts) + len(self._waiting)
         elif not self._prompts:
             return
@@ -282,7 +283,7 @@ class _Step:
     # --- client shares ---
 
     def _fits_without(self, preempted: Sequence[Request], head: Request) -> bool:
-        """Return True if a waiting request finds cells once these running ones are preempted."""
+        """Return True if a waiting request finds cells after these running ones are preempted."""
         return self._cells.without(preempted).can_admit(head) is not None
 
     def _new_round_robin(self) -> DeficitRoundRobin:
@@ -293,8 +294,7 @@ class _Step:
     # --- running requests ---
 
     def _allocate_or_preempt(self, chosen: list[Request]) -> list[Request]:
-        """Return those that got a cell, in order of the shares; the last ones are preempted until there is
-        one."""
+        """Return the requests that got a cell, in order of the shares; preempt the last ones if needed."""
         served, wanted = [], set(chosen)
         for request in self._shares.order:
             if request not in wanted or request in self._preempted_for_cells:
@@ -313,7 +313,7 @@ class _Step:
         return sorted(served, key=queue_key)
 
     def _victim(self, request: Request, stream: int) -> Request | None:
-        """Return the last preemptible request after `request` in its stream; never the first of all."""
+        """Return the last preemptible request after `request` in its stream, never the first in order."""
         for other in reversed(self._shares.order[1:]):
             if other is request:
                 return None
@@ -325,13 +325,12 @@ class _Step:
     # --- prompts ---
 
     def _n_prefilling_clients(self) -> int:
-        """Return how many clients have prompts to compute or requests that wait."""
+        """Return the number of clients with prompts to compute or waiting requests."""
         waiting = {client for _, client in self._waiting.client_queues}
         return len(waiting | {r.source.client_id for r in self._prompts})
 
-    def _keep_a_batch_slot(self, candidates: _AdmissionCandidates) -> None:
-        """If all slots are taken and a request can be admitted, the most recently served one leaves its
-        slot."""
+    def _free_batch_slot_for_admission(self, candidates: _AdmissionCandidates) -> None:
+        """If no slot is free and a request can be admitted, free that of the most recently served one."""
         chosen = [*self._decoding, *self._prompts]
         if len(chosen) < self._limits.n_batch_slots or candidates.peek() is None:
             return
@@ -342,15 +341,15 @@ class _Step:
     def _prompts_by_priority(
         self, candidates: _AdmissionCandidates | None, budget: PrefillBudget
     ) -> Iterator[_Prefill]:
-        """Yield running prompts, and admit waiting ones, by priority; of equal ones the running ones
-        first."""
+        """Yield running prompts and newly admitted ones, by priority; running ones first at equal
+        priority."""
         running = iter(self._prompts)
         mine = next(running, None)
         n_slots = self._limits.n_batch_slots - len(self._decoding) - len(self._prompts)
         while True:
             head = None if candidates is None or not n_slots else candidates.peek_within(budget)
             if mine is not None and (head is None or mine.source.priority <= head.source.priority):
-                self._cells.allocate(mine, mine.stream, -1)  # the cell that came with its batch slot
+                self._cells.allocate(mine, mine.stream, -1)  # return the cell of its batch slot
                 yield _Prefill(mine, mine.num_computed, mine.stream)
                 mine = next(running, None)
             elif head is not None and candidates is not None:
@@ -366,7 +365,7 @@ class _Step:
         return _Prefill(request, n_cached, stream)
 
     def _grant_tokens(self, prefill: _Prefill, budget: PrefillBudget, *, all_served: bool) -> None:
-        """Add as many tokens as the prompt misses and as cells and budget allow."""
+        """Add the missing tokens of a prompt, as far as cells and budget allow."""
         n_cells = self._cells.available(prefill.request, prefill.stream)
         n_wanted = min(prefill.n_missing, n_cells)
         n_tokens = budget.grant(prefill.request, n_wanted, prefill.n_tokens, all_served=all_served)
@@ -376,7 +375,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Prefill:
-    """What one prompt gets of the step: `n_tokens` from `start` on."""
+    """The part of a prompt in this step: `n_tokens` tokens from `start` on."""
 
     request: Request
     start: int
@@ -392,7 +391,7 @@ class _Prefill:
 
 
 class _AdmissionCandidates:
-    """The waiting requests in the order of their admission, while ids and cells suffice for the next one."""
+    """The waiting requests in order of admission, while sequence ids and cells suffice for the next one."""
 
     def __init__(
         self, round_robin: DeficitRoundRobin, shares: ClientShares, cells: KvCachePlanner, n_ids: int
@@ -403,11 +402,11 @@ class _AdmissionCandidates:
         self._n_ids = n_ids
         self._head: Request | None = None
         self._placement: Placement | None = None
-        # The head, if its cells are not there.
+        # The head, if it lacks cells.
         self.without_cells: list[Request] = []
 
     def peek(self) -> Request | None:
-        """Return the request to admit next; None if it cannot start now, since it is never overtaken."""
+        """Return the next request to admit; None if it cannot start, because it is never overtaken."""
         head = next_to_admit(self.round_robin, self._shares) if self._n_ids else None
         if head is not self._head:
             self._head, self._placement = head, None if head is None else self._cells.can_admit(head)
@@ -415,7 +414,7 @@ class _AdmissionCandidates:
         return None if self._placement is None else head
 
     def peek_within(self, budget: PrefillBudget) -> Request | None:
-        """Return the next request of a client that has tokens left in this step; skip the other clients."""
+        """Return the next request of a client with tokens left in this step; skip the other clients."""
         while budget.left:
             head = self.peek()
             if head is None or budget.left_of_client(head) > 0:
@@ -437,7 +436,7 @@ class _AdmissionCandidates:
 def next_to_admit(round_robin: DeficitRoundRobin, shares: ClientShares) -> Request | None:
     """Return the next request in order, or one of a client below its share; None if no request is left.
 
-    Clients are skipped that may not run one more worst-case-reserved request.
+    Skips clients that may not run another worst-case-reserved request.
     """
     head = round_robin.peek_next()
     while head is not None and not shares.may_reserve(head):
@@ -451,7 +450,7 @@ def next_to_admit(round_robin: DeficitRoundRobin, shares: ClientShares) -> Reque
 
 
 def select_batch(running: Sequence[Request], n_slots: int) -> list[Request]:
-    """Return all running requests or the `n_slots` least recently served ones, in queue order."""
+    """Return all running requests, or the `n_slots` least recently served ones, in queue order."""
     if len(running) <= n_slots:
         return list(running)
     chosen = sorted(running, key=lambda r: r.last_step)[:n_slots]
@@ -460,7 +459,7 @@ def select_batch(running: Sequence[Request], n_slots: int) -> list[Request]:
 
 
 class PrefillBudget:
-    """Prompt tokens left in one step: in total, per request and per client."""
+    """The prompt tokens left in one step: in total, per request and per client."""
 
     def __init__(
         self, limits: Limits, speed: StepSpeed, decoding: Sequence[Request], n_clients: int = 1
@@ -469,19 +468,20 @@ class PrefillBudget:
         most = limits.max_num_batched_tokens - len(decoding)
         self.left = speed.prefill_tokens(limits.max_step_time_s, most)
         self.per_request = limits.long_prefill_token_threshold or self.left
-        # While other prompts want tokens, none gets more than half.
+        # While other prompts need tokens, none gets more than half.
         self.fair_share = min(self.per_request, -(-self.left // 2))
         self._per_client = limits.max_client_tokens_per_step
-        # Each of several clients gets an equal part until all were served.
+        # Each of several clients gets an equal part until all have been served.
         self._client_share = self.left if n_clients < 2 else -(-self.left // n_clients)
         self._of_client: Counter[str] = Counter()
         counted = decoding if self._per_client is not None else ()
         self._decoding = Counter(request.source.client_id for request in counted)
 
     def grant(self, request: Request, n_wanted: int, n_had: int, *, all_served: bool) -> int:
-        """Take up to `n_wanted` tokens for a request that had `n_had` in this step; return how many.
+        """Grant up to `n_wanted` tokens to a request that has `n_had` in this step; return the number
+        granted.
 
-        `all_served`: every other prompt had its part.
+        `all_served`: every other prompt has its part.
         """
         most = self.per_request if all_served else self.fair_share
         client_left = self.left_of_client(request, all_served=all_served)
@@ -491,7 +491,7 @@ class PrefillBudget:
         return granted
 
     def left_of_client(self, request: Request, *, all_served: bool = False) -> int:
-        """Return how many tokens the request's client may still have."""
+        """Return the number of tokens that the request's client may still get."""
         client = request.source.client_id
         n_had = self._of_client[client]
         left = self.left if all_served else self._client_share - n_had

@@ -1,4 +1,4 @@
-"""Starts an engine from a configuration: sizes it for this machine, on a thread or in a process."""
+"""start_engine: starts an engine for a configuration, on a thread of this process or in a child process."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def start_engine(
 ) -> EngineClient:
     """Size an engine, load the model, and return when requests are accepted.
 
-    - `exits`: this process is a server, and ends if its engine is stuck.
+    - `exits`: this process is a server and exits if its engine is stuck.
     - `grammar_compiler`: for structured outputs; None: requests with a grammar are rejected.
-    - `n_clients`: clients that each have a share of the engine.
+    - `n_clients`: clients that share the engine.
 
-    `device` auto means the GPU that `cuda_device` names, if it is usable and can run this model with these
-    settings; otherwise the CPU, and the log says why. Raises RejectedError or UnsupportedError, which name
-    the setting.
+    `device` auto selects the GPU `cuda_device` if it is usable and can run this model with these settings;
+    otherwise the CPU, with the reason in the log. Raises RejectedError or UnsupportedError naming the
+    setting.
     """
     cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
     def start(gpu: GpuSettings | None) -> EngineClient:
-        capacity = size_engine(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
-        log.info("%s", capacity.summary)
-        # Looked up here: the stderr of an engine process is a pipe to this process.
-        settings = replace(capacity.settings, shows_progress=sys.stderr.isatty())
-        capacity = replace(capacity, settings=settings)
+        sizing = size_engine(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
+        log.info("%s", sizing.summary)
+        # Check stderr here, because the stderr of an engine process is a pipe to this process.
+        settings = replace(sizing.settings, shows_progress=sys.stderr.isatty())
+        sizing = replace(sizing, settings=settings)
         watchdog = EngineWatchdog(config.watchdog_window_s, exits=exits)
         if config.engine_process:
             tokenizer = None if grammar_compiler is None else grammar_compiler.tokenizer
-            return ProcessClient(capacity, config, deliver, grammar_tokenizer=tokenizer, watchdog=watchdog)
-        build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammar_compiler)
-        return InprocClient(build, capacity.limits, deliver, watchdog=watchdog)
+            return ProcessClient(sizing, config, deliver, grammar_tokenizer=tokenizer, watchdog=watchdog)
+        build = partial(build_engine, sizing.settings, sizing.limits, config.seed, grammar_compiler)
+        return InprocClient(build, sizing.limits, deliver, watchdog=watchdog)
 
     if config.device == "cpu":
         return start(None)
@@ -79,7 +79,7 @@ def _gpu_settings(config: EngineConfig) -> GpuSettings:
 
 
 def check_gpu(ordinal: int) -> CudaDevice:
-    """Return the GPU of that number. Raises UnsupportedError with the exact reason if it is not usable."""
+    """Return the GPU with this number. Raises UnsupportedError with the exact reason if it is not usable."""
     info = cuda_info()
     if info.reason is not None:
         raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")

@@ -1,4 +1,5 @@
-"""Records an engine's stats: totals since its start, and the newest step's numbers."""
+"""EngineStatsRecorder: records the stats of an engine, as totals since its start and numbers of the newest
+step."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from llaisys.outputs import FinishReason
 from llaisys.stats import CANCEL_BOUNDS_S, STEP_BOUNDS_S, STEP_TOKENS_BOUNDS, Histogram
 
 # The phases of a step: scheduling, running the model, processing the result, and the engine thread's work
-# until the next step, which is mostly delivering outputs.
+# until the next step, mostly the delivery of outputs.
 PHASES = ("plan", "execute", "settle", "deliver")
 
 
 @dataclass(slots=True)
 class EngineStatsRecorder:
-    """Owned by one engine. `num_steps` counts executed steps.
+    """The stats of one engine. `num_steps` counts executed steps.
 
-    `clock`: seconds; it only times the phases and decides nothing.
+    `clock`: returns seconds; used only to time the phases.
     """
 
     clock: Callable[[], float]
@@ -45,7 +46,8 @@ class EngineStatsRecorder:
     _phase_began_s: float = 0.0
 
     def begin_step(self, now_s: float) -> None:
-        """Begin a step. The previous step took until now if it computed something and work continued."""
+        """Begin a step, and record the duration of the previous one if it computed something and work
+        continued."""
         if self._began_s is not None and (self.step_prefill_tokens or self.step_decode_tokens):
             self.step_s = now_s - self._began_s
             self.end_phase("deliver")
@@ -55,31 +57,32 @@ class EngineStatsRecorder:
         self.num_steps += 1
 
     def end_phase(self, phase: str) -> None:
-        """Count the time since the previous phase, or since the step began, for this phase."""
+        """Record the time since the end of the previous phase, or since the step began, for this phase."""
         now_s = self.clock()
         self.seconds_of_phases[phase].observe(now_s - self._phase_began_s)
         self._phase_began_s = now_s
 
     def record_batch(self, n_prefill: int, n_decode: int) -> None:
-        """Record an executed batch by its tokens of prompts and of completions."""
+        """Record an executed batch: its numbers of prompt tokens and of decode tokens."""
         self.step_prefill_tokens, self.step_decode_tokens = n_prefill, n_decode
         self.tokens_of_steps.observe(n_prefill + n_decode)
 
     def pause(self) -> None:
-        """No request is open: the time until the next step belongs to no step."""
+        """Do not count the time until the next step, because no request is open."""
         self._began_s = None
 
     def record_admission(self, n_prompt: int, n_cached: int) -> None:
-        """Record the first admission of a request; `n_cached` of its prompt tokens were cached."""
+        """Record the first admission of a request with `n_prompt` prompt tokens, `n_cached` of them
+        cached."""
         self.prefix_query_tokens += n_prompt
         self.prefix_hit_tokens += n_cached
 
     def record_cancel(self, seconds: float) -> None:
-        """Record how long a cancel took until the request held no resources."""
+        """Record the seconds from a cancel until the request held no resources."""
         self.seconds_of_cancels.observe(seconds)
 
     def queued_prefill_s(self, waiting: WaitingQueue) -> float:
-        """Predict the seconds that the prompts of all waiting requests take; 0 before a prompt was timed."""
+        """Return the predicted seconds of all waiting prompts; 0 before a prompt was timed."""
         n_tokens = sum(len(each.token_ids) for queue in waiting.client_queues.values() for each in queue)
         return n_tokens * (self.speed.prefill_token_s or 0.0)
 

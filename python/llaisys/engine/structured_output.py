@@ -1,8 +1,7 @@
-"""Computes the token masks of running choices with a grammar, for each step.
+"""StructuredOutputManager: computes the token masks of running choices with a grammar, for each step.
 
 Data path: admission -> compile on a thread -> before each step: consume the new token and compute the next
-mask. A cheap mask is computed on the engine thread, others on a thread of the pool while the other rows
-run.
+mask. Cheap masks are computed on the engine thread, others on a thread of the pool while the other rows run.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from llaisys.engine.request import EngineRequest, Request
 from llaisys.engine.worker import Batch
 from llaisys.errors import LlaisysError, RequestFailedError, UnsupportedError
 
-# One thread, because it takes CPU time from the core's threads.
+# One thread, because it competes with the core's threads for CPU time.
 NUM_THREADS = 1
-# CPU seconds of one mask above which all later masks of the choice are computed on the pool.
+# If a mask takes more CPU seconds than this, all later masks of the choice are computed on the pool.
 SLOW_MASK_S = 0.001
-# CPU seconds for masks on the engine thread in one step; the remaining masks go to the pool.
+# CPU seconds for masks on the engine thread per step; the remaining masks are computed on the pool.
 STEP_MASKS_S = 0.005
-# Seconds that a step waits for masks from the pool, and if no other row could run.
+# Seconds that a step waits for masks from the pool, and seconds if no other row could run.
 _WAIT_S, _WAIT_ALONE_S = 0.002, 0.05
-# At run time, an error cannot name the field that the request used.
+# Field name in errors while a request runs: the engine does not know the field that the client used.
 _WHERE = "structured_outputs"
 
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """One choice's matcher.
+    """The matcher of one choice.
 
-    `next_mask`: the next token's mask, computed or in progress. While it is set, its thread owns the other
-    fields.
+    `next_mask`: the mask of the next token, done or in progress. While it is in progress, its thread owns the
+    other fields.
     """
 
     request: Request
@@ -47,22 +46,21 @@ class _Choice:
 
 
 class StructuredOutputManager:
-    """Owns the matcher of each admitted choice with a grammar. Used on the engine thread.
+    """Owns the matcher of each admitted choice with a grammar. Engine thread only.
 
-    A row whose mask is not ready skips the step and keeps its batch slot: timing decides which step
-    computes a row, never its result. Invariant: each choice has its own lexer until it ends and computes
-    one mask for each token. Its grammar therefore fails at the same token whatever else runs, preempted or
-    not.
+    A row whose mask is not ready skips the step and keeps its batch slot. So timing affects which step
+    computes a row, but never its result. Invariant: each choice has its own lexer until it ends, and computes
+    one mask per token. So its grammar fails at the same token regardless of other requests and preemptions.
     """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._threads = FairThreadPool(NUM_THREADS, "llaisys-grammar")
         self._choices: dict[int, _Choice] = {}
-        self.is_waiting = False  # True if the newest step left rows out
+        self.is_waiting = False  # True if the newest step skipped rows
 
     def __len__(self) -> int:
-        """The number of open choices with a grammar; while it is 0, steps cost nothing extra."""
+        """Number of open choices with a grammar; while it is 0, steps have no extra cost."""
         return len(self._choices)
 
     def check_supported(self, source: EngineRequest) -> None:
@@ -86,7 +84,7 @@ class StructuredOutputManager:
     def fill_masks(self, batch: Batch) -> list[tuple[Request, LlaisysError]]:
         """Set the masks of a batch, and remove the rows that cannot run.
 
-        These are rows whose mask is not ready, and rows whose grammar failed, which are returned with their
+        These are rows whose mask is not ready and rows whose grammar failed. Return the latter with their
         errors.
         """
         self.is_waiting = False
@@ -129,18 +127,18 @@ class StructuredOutputManager:
             choice.next_mask.cancel()
 
     def close(self) -> None:
-        """Wait for the work in progress; the trials bound how long it takes."""
+        """Wait for the work in progress, which the trials have bounded."""
         self._threads.close()
 
     # --- inside ---
 
     def _wait(self, choices: list[_Choice], num_items: int) -> None:
-        """Wait for masks from the pool: briefly if other rows could run, else for the first of them."""
-        works = [c.next_mask for c in choices if c.next_mask is not None and not c.next_mask.done()]
-        if works and len(works) == num_items:
-            wait(works, _WAIT_ALONE_S, FIRST_COMPLETED)
-        elif works:
-            wait(works, _WAIT_S)
+        """Wait for masks from the pool: briefly if other rows can run, otherwise for the first mask."""
+        pending = [c.next_mask for c in choices if c.next_mask is not None and not c.next_mask.done()]
+        if pending and len(pending) == num_items:
+            wait(pending, _WAIT_ALONE_S, FIRST_COMPLETED)
+        elif pending:
+            wait(pending, _WAIT_S)
 
     def _submit(self, choice: _Choice) -> None:
         client_id = choice.request.source.client_id
@@ -155,7 +153,7 @@ class StructuredOutputManager:
         return done
 
     def _next_mask(self, choice: _Choice) -> Mask:
-        """Compute the mask of the token after the completion so far.
+        """Compute the mask of the next token.
 
         Raises RejectedError if the grammar exceeds its limits or cannot be followed any further.
         """

@@ -1,8 +1,8 @@
-"""Records where each request's time goes, from arrival to end, without gaps. Pure.
+"""TimelineRecorder: records what each request's time is spent on, from arrival to end, without gaps. Pure.
 
-The engine records what a request's time is spent on *from now on*, as soon as it knows: at submission, and
-when the scheduler has decided on a step. A kind lasts until the next one is recorded, so spans cannot
-overlap or leave a gap, and a request that keeps decoding costs nothing.
+At submission and after each plan, the engine records what a request's time is spent on *from now on*. A kind
+lasts until the next one is recorded. So spans cannot overlap or leave a gap, and a request that continues to
+decode has no cost.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ NAMED_REQUESTS_MAX = 3
 
 
 class _Record:
-    """One request: marks (start, kind, by) in order of time, the last one still open.
-
-    Times never decrease.
+    """The marks (start, kind, by) of one request in order of time; the last one is open. Times never
+    decrease.
     """
 
     __slots__ = ("_counted_s", "arrival_s", "end_s", "marks", "seconds")
@@ -34,7 +33,7 @@ class _Record:
         self.end_s: float | None = None
         self.marks = [(now_s, kind, by)]
         self.seconds: dict[SpanKind, float] = {}
-        self._counted_s = now_s  # `seconds` covers the time before
+        self._counted_s = now_s  # `seconds` covers the time until here
 
     def mark(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
         since_s, last_kind, last_by = self.marks[-1]
@@ -72,9 +71,9 @@ class _Record:
 
 
 class TimelineStore:
-    """The timelines of all open requests, and of the newest `FINISHED_MAX` finished ones.
+    """The timelines of all open requests and of the newest `FINISHED_MAX` finished ones.
 
-    A request has at most `SPANS_MAX` spans; beyond that, its middle spans are folded into one.
+    A request has at most `SPANS_MAX` spans; the middle spans of a longer timeline are folded into one.
     """
 
     def __init__(self) -> None:
@@ -84,11 +83,12 @@ class TimelineStore:
         self._chunk_of: TimelineKey | None = None
 
     def add(self, key: TimelineKey, now_s: float, behind: Iterable[TimelineKey] = ()) -> None:
-        """Add a request that waits behind others, of which NAMED_REQUESTS_MAX are kept."""
+        """Add a request that waits behind others; NAMED_REQUESTS_MAX of them are recorded."""
         self._open[key] = _Record(now_s, SpanKind.QUEUED, _names(behind))
 
     def record(self, key: TimelineKey, now_s: float, kind: SpanKind, by: Iterable[TimelineKey] = ()) -> None:
-        """Record what the request's time is spent on from now on. Ignored for a request that is not open."""
+        """Record what the request's time is spent on from now on. No effect for a request that is not
+        open."""
         record = self._open.get(key)
         if record is None:
             return
@@ -100,9 +100,9 @@ class TimelineStore:
             record.mark(now_s, kind, _names(by))
 
     def record_largest_chunk(self, now_s: float, chunk_of: TimelineKey | None) -> None:
-        """Record whose prompt chunk is the largest of the step from now on; None: the step has no chunk.
+        """Record the request with the largest prompt chunk of the step; None: the step has no chunk.
 
-        To be called every step. Decoding requests share the step with that chunk. Only a change has a cost.
+        Call it in every step. Decoding requests share the step with that chunk. Only a change has a cost.
         """
         if chunk_of == self._chunk_of:
             return
@@ -111,7 +111,7 @@ class TimelineStore:
             record.mark(now_s, *self._decode_mark(key))
 
     def end(self, key: TimelineKey, now_s: float) -> None:
-        """End the request's timeline. Ignored for a request that is not open."""
+        """End the request's timeline. No effect for a request that is not open."""
         record = self._open.pop(key, None)
         if record is None:
             return
@@ -123,7 +123,7 @@ class TimelineStore:
             self._finished.popitem(last=False)
 
     def timeline(self, key: TimelineKey, now_s: float) -> Timeline | None:
-        """Return a request's timeline, up to now if it is open; None if the request is not known."""
+        """Return a request's timeline, up to now if it is open; None for an unknown request."""
         record = self._open.get(key) or self._finished.get(key)
         return None if record is None else record.timeline(now_s)
 
@@ -138,7 +138,7 @@ def _names(keys: Iterable[TimelineKey]) -> tuple[TimelineKey, ...]:
 
 
 def key_of(request: Request) -> TimelineKey:
-    """Return a choice's key: the request id, for later choices with the index."""
+    """Return a choice's key: the request id, and for later choices also the index."""
     return _key(request.request_id, request.index)
 
 
@@ -147,27 +147,27 @@ def _key(request_id: RequestId, index: int) -> TimelineKey:
 
 
 class TimelineRecorder:
-    """Records what each step means for the requests of one engine.
+    """Records the timelines of one engine's requests, step by step.
 
-    A step's time passes after its plan, so the plan is recorded when the step begins; an end is dated at the
-    beginning of the step that caused it. A step that serves every running request costs one comparison.
+    The time of a step passes after its plan, so the plan is recorded when the step begins. An end has the
+    time of the beginning of its step. A step that serves every running request costs one comparison.
     """
 
     def __init__(self) -> None:
         self.store = TimelineStore()
-        # Requests that got their first token in the last step: they decode from now on.
+        # Requests that got their first token in the last step, and decode from now on.
         self._first_tokens: list[Request] = []
         self._all_served = True
 
     def record_arrival(self, request: Request, before: Sequence[Request]) -> None:
-        """Record a submitted request, which waits behind those before it; the nearest ones are named."""
+        """Record a submitted request and the closest of the requests ahead of it in the queue."""
         key, now_s = key_of(request), request.source.arrival_s
         self.store.add(key, now_s, map(key_of, before[-NAMED_REQUESTS_MAX:]))
         if isinstance(request.state, WaitingForRemoteKvs):
             self.store.record(key, now_s, SpanKind.REMOTE_KV)
 
     def record_first_token(self, request: Request) -> None:
-        """Record that a request got its first token since it was admitted."""
+        """Record that a request got its first token since its admission."""
         self._first_tokens.append(request)
 
     def record_step(
@@ -175,7 +175,7 @@ class TimelineRecorder:
     ) -> None:
         """Record what this step's time is spent on.
 
-        `requests`: the open ones; `n_running`: how many run after the plan.
+        `requests`: the open requests by ordinal. `n_running`: number of running requests after the plan.
         """
         store = self.store
         for request in self._first_tokens:
@@ -216,7 +216,7 @@ class TimelineRecorder:
         first: Sequence[TimelineKey],
         now_s: float,
     ) -> None:
-        """Record a step that leaves out some running requests, which wait for the others."""
+        """Record a step that does not serve all running requests; the others wait for it."""
         decoding, computing = set(made.decode), {chunk.ordinal for chunk in made.chunks}
         for ordinal, request in requests.items():
             if ordinal in decoding:

@@ -1,8 +1,8 @@
-"""Ends an engine that the core's watchdog finds stuck, after logging what is known about it.
+"""EngineWatchdog: ends an engine that the core's watchdog finds stuck, after logging a snapshot of its state.
 
-The object lives in the engine's process, and for the event loop in the server's process if that is another
-one. Its thread only waits for a stall reason. The watchdog itself is a native thread, which needs no
-interpreter to notice that this one has stopped.
+There is one in the engine's process, and one for the event loop if the server is another process. Its thread
+only waits for a stall reason. The watchdog itself is a native thread, so that it also detects a blocked
+interpreter.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from llaisys.stats import EngineStats
 if TYPE_CHECKING:
     from llaisys.engine.worker import Watchdog
 
-# Seconds until the watchdog ends the process (exit code 70) if nothing has acted on the stall reason.
+# Seconds after which the watchdog ends the process (exit code 70) if nothing has reacted to the stall reason.
 EXIT_AFTER_S = 10.0
-# Requests of each kind that a snapshot lists.
+# Maximum number of running and of waiting requests in a snapshot.
 _LISTED_MAX = 16
 _MEANINGS = {
-    "V1": "a decode has begun no layer for too long: the core",
-    "V2": "requests wait, none runs and none was admitted: sequence ids or KV cells",
-    "V3": "requests run, and none got a token or ended: the steps",
-    "V4": "a request waits beyond its deadline: the queue",
-    "V5": "the event loop has made no iteration: see what it is busy with",
+    "V1": "a decode has begun no layer for too long; check the core",
+    "V2": "requests wait, none runs and none was admitted; check sequence ids and KV cells",
+    "V3": "requests run, but none got a token or ended; check the steps",
+    "V4": "a request waits beyond its deadline; check the queue",
+    "V5": "the event loop has made no iteration; check its stack",
 }
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 class EngineWatchdog:
     """The watchdog of one engine. `start` and `report` run on the engine thread, `beat` on the event loop.
 
-    - `window_s`: seconds without a layer, a token or a beat until the engine counts as stuck. For
-      admissions and deadlines it is a sixth of that. After a sixth without a beat, the late event loop is
-      only logged.
-    - `exits`: this process belongs to the engine, and the watchdog ends it in any case.
+    - `window_s`: seconds without a layer, a token or a heartbeat after which the engine counts as stuck. For
+      admissions and deadlines it is a sixth of that. An event loop without a heartbeat for a sixth is logged
+      as late.
+    - `exits`: the watchdog always ends this process when the engine is stuck.
     """
 
     def __init__(self, window_s: float, *, exits: bool) -> None:
@@ -60,12 +60,12 @@ class EngineWatchdog:
         self.is_stuck = False
 
     def start(self, engine: LLMEngine, on_stuck: Callable[[EngineDeadError], None]) -> None:
-        """Watch an engine. `on_stuck` is called once, on a thread of its own."""
+        """Watch an engine. `on_stuck` is called once, on the watchdog's thread."""
         self._engine, self._stats = engine, engine.stats()
         self._start(engine.worker.watchdog(self._window_s, self._exit_after_s), on_stuck)
 
     def start_for_event_loop(self, on_stuck: Callable[[EngineDeadError], None]) -> None:
-        """Watch only the event loop: the engine's own process watches the engine."""
+        """Watch only the event loop; the process of the engine watches the engine."""
         self._start(loop_watchdog(self._window_s, self._exit_after_s), on_stuck)
 
     def _start(self, watchdog: Watchdog, on_stuck: Callable[[EngineDeadError], None]) -> None:
@@ -86,7 +86,7 @@ class EngineWatchdog:
         )
 
     def beat(self) -> None:
-        """Report an iteration of the event loop. To be called on its thread."""
+        """Report a heartbeat of the event loop. Call it on the event loop's thread."""
         if self._watchdog is not None:
             self._beat_s, self._loop_thread = time.monotonic(), threading.get_ident()
             self._watchdog.beat()
@@ -100,7 +100,7 @@ class EngineWatchdog:
         watchdog, engine = self._watchdog, self._engine
         assert watchdog is not None
         while (reason := watchdog.stall_reason) is None:
-            if not os.read(watchdog.fileno(), 1):  # closed without a stall
+            if not os.read(watchdog.fileno(), 1):  # end-of-file: closed without a stall
                 return
             if watchdog.stall_reason is None:
                 self._log_late_event_loop()
@@ -111,7 +111,7 @@ class EngineWatchdog:
         self._on_stuck(EngineDeadError(f"the engine is stuck: {reason}"))
 
     def _log_late_event_loop(self) -> None:
-        """Log how late the event loop is and its stack, once for each time it is late."""
+        """Log how late the event loop is, with its stack; once per delay."""
         frame = sys._current_frames().get(self._loop_thread)
         stack = "  (its thread has ended)" if frame is None else "".join(traceback.format_stack(frame))
         log.warning(
@@ -123,7 +123,8 @@ class EngineWatchdog:
         )
 
     def _snapshot(self, engine: LLMEngine) -> str:
-        """Describe requests, queue, cells and the newest step; numbers only. Never waits for the engine."""
+        """Return requests, queue, cells and the newest step as text, numbers only. Never waits for the
+        engine."""
         requests, stats = engine.requests, self._stats
         waiting = [each for queue in [*requests.waiting.client_queues.values()] for each in queue]
         n_running = len(requests.running)

@@ -1,6 +1,7 @@
-"""One model on the compiled core: flat arrays in, sampled ids out. The only importer of `llaisys._core`.
+"""Worker: runs one model on the compiled core, flat arrays in and sampled token ids out.
 
-A worker is built, used and closed on one thread: the core checks it.
+This is the only importer of `llaisys._core`. A worker is built, used and closed on one thread, which the core
+checks.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Ids of cache nodes that exist within one call; the prefix cache counts its own up from 1.
+# First id of the cache nodes that exist only within one call; the prefix cache numbers its nodes from 1.
 _FIRST_TEMPORARY_NODE = 2**63
-# `wants_output`: logits and a sampled id; the final hidden state.
+# Values of `wants_output`: logits and a sampled id; the final hidden state.
 _LOGITS, _HIDDEN = 1, 2
 _FAULTS = {
-    "non_finite": "the model gave a number that is not finite for this request",
-    "all_masked": "every token of this request was forbidden",
+    "non_finite": "the model computed a number that is not finite for this request",
+    "all_masked": "no token is allowed for this request",
 }
-# What forbids tokens, by its field.
+# The request fields that can mask tokens.
 _FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id, or
-    ends what is pooled."""
+    """Consecutive tokens of a running request, from position `start`. `samples`: the last row samples a token
+    or completes the pooled hidden states."""
 
     request: Request
     start: int
@@ -66,17 +67,17 @@ class Chunk:
 
     @property
     def pooled(self) -> range:
-        """Positions whose rows give their hidden state."""
+        """Positions whose rows return their final hidden state."""
         pool = self.request.pool
         return range(0) if pool is None else pool.rows(self.start, self.start + len(self.token_ids))
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step: the newest token of each request of `decode`, which gives an id, then `chunks`.
+    """The batch of one step: the newest token of each request of `decode`, then `chunks`.
 
-    An *item* is a request of `decode` or a chunk, counted in this order. `masks`: by ordinal, what may follow
-    in a request with a grammar (bit `id % 32` of word `id / 32`).
+    An *item* is a request of `decode` or a chunk, numbered in this order. `masks`: by ordinal, the allowed
+    tokens of a request with a grammar, `[ceil(vocab / 32)]` (bit `id % 32` of word `id / 32`).
     """
 
     decode: Sequence[Request]
@@ -84,16 +85,16 @@ class Batch:
     masks: dict[int, NDArray[np.uint32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Items."""
+        """Return the number of items."""
         return len(self.decode) + len(self.chunks)
 
     def part(self, first: int, end: int) -> Batch:
-        """The items `first <= i < end`."""
+        """Return the batch of the items `first <= i < end`."""
         n = len(self.decode)
         return Batch(self.decode[first:end], self.chunks[max(0, first - n) : max(0, end - n)], self.masks)
 
     def sampling(self) -> Iterator[Request]:
-        """The requests that get an id, in the order of their rows."""
+        """Iterate over the requests that sample a token, in the order of their rows."""
         yield from self.decode
         yield from (chunk.request for chunk in self.chunks if chunk.samples)
 
@@ -105,38 +106,39 @@ class Batch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a batch gave, by item.
+    """The result of a batch, by item.
 
-    - `token_ids`: the sampled id; -1 where nothing was sampled.
-    - `logprobs`: of items that asked for them. `prompt_logprobs`: of the prompt tokens that an item's rows
-      scored, in order. `errors`: what ends the item's request. `hidden`: the final hidden states
-      `[n, d_model]` of an item's pooled rows.
-    - `refused`: items that the core would not run at all, even alone.
+    - `token_ids`: the sampled id of each item; -1 if nothing was sampled.
+    - `logprobs`: of items that request them. `prompt_logprobs`: of the prompt tokens scored by an item's
+      rows, in order.
+    - `errors`: the error that ends the item's request. `hidden`: the final hidden states `[n, d_model]` of an
+      item's pooled rows.
+    - `rejected`: items that the core rejected even when run alone.
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, LlaisysError] = field(default_factory=dict)
-    refused: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     hidden: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
     def extend(self, other: StepResult) -> None:
-        """Appends the results of the next items."""
+        """Append the results of the next items."""
         n = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
         self.prompt_logprobs |= {n + item: entries for item, entries in other.prompt_logprobs.items()}
         self.errors |= {n + item: error for item, error in other.errors.items()}
         self.hidden |= {n + item: rows for item, rows in other.hidden.items()}
-        self.refused += [n + item for item in other.refused]
+        self.rejected += [n + item for item in other.rejected]
 
 
 class Worker:
-    """Owns the context. Sequences are opened with their sampler and closed with their cells.
+    """Owns the core's context. Sequences are opened with their sampler and closed with their cells.
 
-    A change of the books that the core could take back is made a second time: the engine's own books have it
-    already. A second failure ends the engine (EngineDeadError).
+    A change of sequences or cells that fails with CoreFaultError is tried once more, because the engine has
+    recorded it already. A second failure ends the engine (EngineDeadError).
     """
 
     def __init__(self, context: Context, make_spec: Callable[..., SamplerSpec], n_streams: int = 1) -> None:
@@ -147,44 +149,44 @@ class Worker:
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a row; token ids are below it."""
+        """Number of logits in a row; token ids are below it."""
         return self._context.vocab_size
 
     @property
     def attention_window(self) -> int | None:
-        """Positions that a row sees at most, its own included; None: some layer sees all."""
+        """Maximum number of positions that a row sees, its own included; None: some layer sees all."""
         return self._context.attention_window
 
     @property
     def n_cells(self) -> int:
-        """KV cells in all."""
+        """Total number of KV cells."""
         return self._context.n_cells
 
     @property
     def n_cells_used(self) -> int:
-        """KV cells that hold a token."""
+        """Number of KV cells in use."""
         return self._context.n_cells - self._context.n_cells_free
 
     def describe(self) -> str:
-        """The machine side of the model, for one log line."""
+        """Return instruction set, bytes of weights and KV cells, for the log."""
         context = self._context
         return f"{context.isa}, {context.weight_bytes / 2**20:.0f} MiB of weights, {context.n_cells} KV cells"
 
     @property
     def n_seq_free(self) -> int:
-        """Free sequence ids."""
+        """Number of free sequence ids."""
         return self._context.n_seq_free
 
     @property
     def n_cells_free(self) -> tuple[int, ...]:
-        """Free KV cells by KV stream."""
+        """Number of free KV cells of each KV stream."""
         if self._n_streams == 1:
             return (self._context.n_cells_free,)
         return tuple(self._context.n_cells_free_in(stream) for stream in range(self._n_streams))
 
     def open_sequence(self, request: Request, stream: int = 0) -> int:
-        """Acquire a sequence id in a KV stream and set the request's sampler. On an error the id is
-        released."""
+        """Acquire a sequence id in a KV stream and set the request's sampler. Releases the id after an
+        error."""
         spec = self._make_spec(**_spec_arguments(request))
         ids = np.array(request.token_ids, np.int32)
         seq_id = self._context.seq_acquire(stream)
@@ -196,12 +198,12 @@ class Worker:
         return seq_id
 
     def close_sequence(self, seq_id: int) -> None:
-        """Release the id with its cells and its sampler."""
+        """Release a sequence id with its cells and its sampler."""
         self._change(self._context.seq_release, seq_id)
 
     def fork_sequence(self, source_id: int, seq_id: int, n_tokens: int) -> None:
-        """Give the empty sequence `seq_id` the first tokens of another: linked, or copied to another KV
-        stream."""
+        """Fork the first tokens of a sequence to the empty sequence `seq_id`: cells are linked in the same KV
+        stream, copied to another."""
         self._change(self._context.kv_seq_cp, source_id, seq_id, 0, n_tokens)
 
     def reclaim_cells(self, seq_id: int, end: int) -> None:
@@ -209,18 +211,18 @@ class Worker:
         self._context.kv_seq_rm(seq_id, 0, end)
 
     def attach_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
-        """Append these parts (node_id, p0, p1) of the prefix cache to the sequence: linked, or copied."""
+        """Append these parts (node_id, p0, p1) of the prefix cache to the sequence, linked or copied."""
         for node_id, p0, p1 in parts:
             self._change(self._context.kv_node_attach, node_id, seq_id, p0, p1)
 
     def relink_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
-        """Replace the sequence's own cells after its first `n_tokens` tokens by these parts of the prefix
+        """Replace the sequence's own cells after its first `n_tokens` tokens with parts of the prefix
         cache."""
         self._change(self._context.kv_seq_rm, seq_id, n_tokens, -1)
         self.attach_nodes(parts, seq_id)
 
     def edit_cache(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
-        """Carry out edits of the prefix cache; `seq_id` is the sequence that is being inserted."""
+        """Apply edits of the prefix cache; `seq_id` is the inserted sequence."""
         for edit in edits:
             match edit:
                 case AddNode(node_id, p0, p1):
@@ -231,16 +233,18 @@ class Worker:
                     self._change(self._context.kv_node_trim, node_id, at)
 
     def fingerprint(self) -> str:
-        """Return a digest of what K and V depend on besides tokens and positions. The first call hashes the
-        weights."""
+        """Return a digest of everything that K and V depend on except tokens and positions.
+
+        The first call hashes the weights.
+        """
         return self._context.fingerprint()
 
     def export_cells(self, node_id: int, p0: int, p1: int) -> NDArray[np.uint8]:
-        """Return K and V of the positions `p0 <= p < p1` of a cache node, as bytes."""
+        """Return K and V of the positions `p0 <= p < p1` of a cache node, as bytes (uint8, one dimension)."""
         return self._context.kv_node_export(node_id, p0, p1)
 
     def import_cells(self, wanted: AddNode, stream: int, at: int, data: NDArray[np.uint8]) -> None:
-        """Create the node of an edit on new cells, from exported `data` of positions from `at` on.
+        """Create the node of an edit on new cells, from exported `data` of the positions from `at` on.
 
         If the data begins before the node, all of it is imported, and its head is released again.
         """
@@ -289,15 +293,15 @@ class Worker:
         return _result(batch, output)
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
-        """A watchdog of this context: `window_s` for layers, tokens and the event loop, a sixth of it for the
-        rest."""
+        """Return a watchdog of this context. `window_s`: for layers, tokens and the event loop; a sixth of it
+        for the rest."""
         return _watchdog(self._context.progress(), window_s, exit_after_s)
 
     def _change(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
         except CoreFaultError as error:
-            log.warning("a change of the KV cells failed and is made again: %s", error)
+            log.warning("a change of the KV cells failed and is tried again: %s", error)
             try:
                 call(*arguments)
             except CoreFaultError as again:
@@ -313,8 +317,8 @@ class Worker:
 
 
 def open_worker(settings: WorkerSettings) -> Worker:
-    """Loads the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
-    from llaisys import _core  # here, so that planning, `--help` and their tests need no compiled core
+    """Load the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
+    from llaisys import _core  # not at the top, so that the scheduler and `--help` need no compiled core
 
     bind_thread(settings.cpu_ids, settings.memory_nodes)
     log.info("loading %s", settings.path)
@@ -355,7 +359,7 @@ def _gpu(settings: GpuSettings) -> Gpu:
 
 
 def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:
-    """A watchdog of the event loop alone: the engine is in another process."""
+    """Return a watchdog of the event loop only, for an engine in another process."""
     return _watchdog(None, window_s, exit_after_s)
 
 
@@ -377,15 +381,17 @@ def _watchdog(progress: Progress | None, window_s: float, exit_after_s: float | 
 
 
 def available_isas() -> list[str]:
-    """Instruction sets that this machine can run, best first."""
+    """Return the instruction sets that this machine supports, best first."""
     from llaisys import _core  # as in `open_worker`
 
     return _core.available_isas()
 
 
 def cuda_info() -> CudaInfo:
-    """What CUDA computes with on this machine, or why it cannot. Loads the driver and asks it, which `import
-    llaisys` never does: CUDA does not survive a fork."""
+    """Return the CUDA devices and libraries of this machine, or the reason why CUDA cannot be used.
+
+    This loads the driver, which `import llaisys` never does, because CUDA does not survive a fork.
+    """
     from llaisys import _core  # as in `open_worker`
 
     facts: dict[str, Any] = json.loads(_core.cuda_info([str(folder) for folder in cuda_library_folders()]))
@@ -394,7 +400,8 @@ def cuda_info() -> CudaInfo:
 
 
 def inspect_model(path: Path) -> ModelInfo:
-    """Facts of a checkpoint from its headers. Raises RejectedError (damaged) or UnsupportedError."""
+    """Return the metadata of a checkpoint from its headers. Raises RejectedError (damaged) or
+    UnsupportedError."""
     from llaisys import _core  # as in `open_worker`
 
     facts: dict[str, Any] = json.loads(_core.inspect(str(path)))
@@ -426,7 +433,7 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
 
 
 def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
-    """Rows with a mask, and their bits `[n, ceil(vocab / 32)]`. A chunk samples in its last row."""
+    """Return the rows with a mask `[n]`, and their bits `[n, ceil(vocab / 32)]`; None without masks."""
     sampling = list(enumerate(batch.decode))
     row = len(batch.decode) - 1
     for chunk in batch.chunks:
@@ -439,8 +446,11 @@ def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
 
 
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:
-    """Output rows come in batch order: of each item those that score, then the one that samples; or those
-    that are pooled."""
+    """Convert the core's output to results by item.
+
+    Output rows are in batch order. Those of an item are the scored rows, then the sampling row; or the pooled
+    rows.
+    """
     ids: list[int] = output.token_ids.tolist()
     items = list(range(len(batch.decode)))
     scored: set[int] = set()
@@ -450,7 +460,7 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
         n_sampled = int(chunk.samples) if chunk.request.pool is None else 0
         items += [item] * (n_scored + n_sampled + len(chunk.pooled))
     if len(ids) != len(items):
-        raise BrokenInvariant(f"the core gave {len(ids)} ids for {len(items)} rows")
+        raise BrokenInvariant(f"the core returned {len(ids)} ids for {len(items)} rows")
     result = StepResult(ids)
     if batch.chunks:
         result.token_ids = [-1] * len(batch)
@@ -477,12 +487,12 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
 
 
 def _row_error(fault: str, request: Request) -> LlaisysError:
-    """What is wrong with a row. That no token is left is the doing of the request's own fields."""
+    """Return the error for a fault of a row. If no token is allowed, it names the request's fields."""
     fields = [name for name in _FORBIDDING if getattr(request.source.params, name)]
     if fault == "all_masked" and fields:
         return RejectedError(
-            f"{' and '.join(fields)} leave no token after {request.num_output} tokens of the answer: "
-            "take one out, or allow more",
+            f"{' and '.join(fields)} leave no token after {request.num_output} tokens of the completion: "
+            "remove one of these fields, or allow more tokens",
             param=fields[0],
         )
     return RequestFailedError(_FAULTS.get(fault, fault))

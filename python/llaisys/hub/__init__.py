@@ -1,4 +1,4 @@
-"""Resolve a model name to local files: a path, an embedded model, or a Hugging Face id.
+"""Resolves a model name to local files: a path, an embedded model, or a Hugging Face id.
 
 Raises RejectedError (no such model), UnsupportedError (an unsupported model format) or PullError (the
 download failed).
@@ -70,7 +70,7 @@ def pull(name: str, revision: str | None = None, progress: bool = True) -> Path:
         return huggingface.fetch(_hub_id(name), revision, progress)
     if revision is not None:
         raise RejectedError(
-            f"{name} has one version only; only a Hugging Face id can have a revision", param="revision"
+            f"{name} has only one version; only a Hugging Face id can have a revision", param="revision"
         )
     return embedded.fetch(entry, progress)
 

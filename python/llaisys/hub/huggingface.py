@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, by id, through `huggingface_hub`.
+"""Downloads models of the Hugging Face Hub by id, with `huggingface_hub`.
 
 The library's cache is shared with other programs, and it honors `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`,
 `HF_ENDPOINT` and `HF_HUB_OFFLINE`. It is imported at first use, because its HTTP client is slow to import. A

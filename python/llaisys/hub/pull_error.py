@@ -1,4 +1,4 @@
-"""The error of a failed download."""
+"""PullError: the error of a failed download."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from llaisys.errors import LlaisysError
 
 
 class PullError(LlaisysError, RuntimeError):
-    """A model could not be downloaded; the message has the cause and the fix. No partial file stays."""
+    """A model could not be downloaded; the message has the cause and the fix. No partial file remains."""

@@ -1,6 +1,6 @@
-"""One id, one JSON log line and, if configured, one span for each HTTP request.
+"""AccessLogMiddleware: gives each HTTP request an id, a JSON log line and, if configured, a span.
 
-The line has method, path, status, times and the values that handlers noted; never a body, a key or a header.
+The line has method, path, status, times and the values noted by handlers; never a body, a key or a header.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CLIENT_GONE = 499  # as in nginx: the client disconnected before a status was se
 log = logging.getLogger("llaisys.server")
 request_log = logging.getLogger(
     "llaisys.request"
-)  # `lifecycle.py` writes only its messages, which are JSON objects
+)  # `lifecycle.py` writes its messages, which are JSON objects, without a prefix
 
 
 class AccessLogMiddleware:
-    """The outermost middleware, pure ASGI.
+    """The outermost middleware. Pure ASGI.
 
     Gives each request an id (the client's `x-request-id`, cleaned, or a new one), which the response repeats,
     and turns an uncaught exception into a 500 that names it.
@@ -69,7 +69,7 @@ class AccessLogMiddleware:
             if not status:
                 await send_error(marked, to_api_error(e, request_id))
             elif not is_whole:
-                raise  # uvicorn closes the connection, so that the client sees an incomplete response
+                raise  # uvicorn then closes the connection, so that the client sees an incomplete response
         finally:
             seconds = time.monotonic() - started_s
             fields = _fields(scope, status or CLIENT_GONE, seconds)
@@ -94,21 +94,21 @@ def _fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 def _write_line(fields: dict[str, Any]) -> None:
-    """Write the line, at level DEBUG for successful reads: probes arrive every few seconds."""
+    """Write the line, at level DEBUG for successful reads, because probes arrive every few seconds."""
     is_quiet = fields["method"] in ("GET", "HEAD") and fields["status"] < 400
     stamp = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     request_log.log(logging.DEBUG if is_quiet else logging.INFO, "%s", json.dumps({"time": stamp, **fields}))
 
 
 def _route(scope: Scope) -> tuple[str, str]:
-    """Return (path, method) as metric labels: a route's path or `other`, so that clients cannot add
+    """Return (path, method) as metric labels: a route's path or `other`, so that clients cannot create
     series."""
     method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST", "OPTIONS") else "other"
     return getattr(scope.get("route"), "path", "other"), method
 
 
 def clean_request_id(value: str | None) -> str:
-    """Return a client's label reduced to up to 64 letters, digits, `-`, `_` and `.`, safe in logs and
+    """Return up to 64 letters, digits, `-`, `_` and `.` of a client's id, which are safe in logs and
     headers."""
     return "".join(c for c in (value or "") if c.isascii() and (c.isalnum() or c in "-_."))[:REQUEST_ID_MAX]
 
@@ -125,7 +125,7 @@ def note(request: Request, **values: Any) -> None:
 
 
 def note_request(request: Request, model: str, params: SamplingParams) -> None:
-    """Note the sampling parameters of a generation. Only such a request has a span."""
+    """Note the sampling parameters of a generation. Only such requests have a span."""
     note(
         request,
         model=model,
@@ -150,14 +150,13 @@ def notes_of(request: Request) -> dict[str, Any]:
 
 
 def client_id_of(request: Request) -> str:
-    """Return the name of the request's key, from AuthMiddleware; empty without keys. Fairness is per
-    client."""
+    """Return the client: the name of the request's key, from AuthMiddleware; empty without keys."""
     value: str = getattr(request.state, "client_id", "")
     return value
 
 
 def ignored_headers(request: Request, names: list[str]) -> dict[str, str]:
-    """Return the header that names ignored fields, if any, and note them."""
+    """Note the ignored fields, and return the response header that names them, if any."""
     if not names:
         return {}
     note(request, ignored=",".join(names))

@@ -1,4 +1,5 @@
-"""The ASGI application: middleware, routes, error responses and the OpenAPI document."""
+"""create_app: builds the ASGI application with middleware, routes, error responses and the OpenAPI
+document."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from llaisys.body import first_flaw
+from llaisys.body import first_invalid_field
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import metrics
@@ -31,7 +32,7 @@ from llaisys.server.routes import chat, completions, embeddings, health, models,
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.webui import chats, static
 
-# Any request may get these: for a wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
+# Statuses that any request may get: wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
 # server that is loading or shutting down.
 COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
 NOT_OURS = ("HTTPValidationError", "ValidationError")
@@ -42,14 +43,14 @@ router = APIRouter()
 
 @router.get("/openapi.json", include_in_schema=False)
 def show_openapi(request: Request) -> Response:
-    """Return the OpenAPI document. Not `async`: building it takes 0.1 s the first time, on a thread."""
+    """Return the OpenAPI document. Not `async`, so that building it (0.1 s, once) runs on a thread."""
     return Response(to_json(request.app.openapi()), media_type="application/json")
 
 
 def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> dict[str, Any]:
-    """Build the OpenAPI document, without FastAPI's 422, which is a 400 here, and with the rule for keys.
+    """Build the OpenAPI document: without FastAPI's 422, which is a 400 here, and with the security scheme.
 
-    `open_paths` need no key.
+    `open_paths`: paths that need no key.
     """
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path, operations in made["paths"].items():
@@ -103,7 +104,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
 
 
 def create_handlers(state: ServerState) -> ASGIApp:
-    """Return the routes for a caller in this process, without checks of access and limits."""
+    """Return the routes for a caller in this process, without access checks and limits."""
     return AccessLogMiddleware(_routes(state), state.metrics)
 
 
@@ -152,7 +153,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return await _on_error(request, error)
     message, code = {
         404: ("There is nothing at this path.", "not_found"),
-        405: ("This path does not take this method.", "method_not_allowed"),
+        405: ("This path does not support this method.", "method_not_allowed"),
     }.get(error.status_code, ("The request cannot be read.", "invalid_request"))
     api_error = ApiError(error.status_code, message, code=code)
     if error.status_code == 405:
@@ -161,7 +162,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Return the methods of a path. The framework itself names only those of its first route."""
+    """Return all methods of a path. The framework names only those of its first route."""
     routes, scope = request.app.routes, request.scope
     taken = {
         method: any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
@@ -171,7 +172,7 @@ def _methods_of(request: Request) -> list[str]:
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    """Respond 400 naming the first invalid field. The input is never echoed."""
+    """Respond 400 naming the first invalid field, never with the input."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
@@ -179,6 +180,6 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
             400, f"The body is not valid JSON, at byte {errors[0]['loc'][-1]}.", code="invalid_json"
         )
     else:
-        path, kind, message = first_flaw(errors)
+        path, kind, message = first_invalid_field(errors)
         api_error = field_error((path[1:], kind, message))
     return await _on_error(request, api_error)

@@ -1,7 +1,7 @@
-"""Runs a file of requests in OpenAI's batch format with the server's routes, in this process.
+"""run_batch: runs a file of requests in OpenAI's batch format through the server's routes, in this process.
 
-Each input line gives one output line, in the same order. An error of a line is its result, and does not
-affect the others.
+Each input line has one output line, in the same order. If a line fails, its error is its result; the other
+lines are not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """The number of lines, and of those with an error."""
+    """The number of lines, and of lines with an error."""
 
     n_lines: int
     n_failed: int
@@ -39,14 +39,14 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the output, as JSON in pieces. `is_good`: its response is not an error."""
+    """An output line, as JSON in pieces. `is_good`: the response is not an error."""
 
     parts: list[bytes]
     is_good: bool
 
 
 class _BadLine(Exception):
-    """An invalid line: `code` for programs, and its `custom_id` if known."""
+    """An invalid input line: an error code for programs, and its `custom_id` if known."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -55,10 +55,10 @@ class _BadLine(Exception):
 
 
 async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchReport:
-    """Load the models, empty `out`, and run each line that is not blank.
+    """Load the models, truncate `out`, and run each line that is not blank.
 
-    Only complete lines are written, in order. Raises what loading raises, and EngineDeadError if an engine
-    dies: the lines from then on have 503.
+    Only complete lines are written, in order. Raises the errors of loading, and EngineDeadError if an engine
+    dies; all later lines have status 503.
     """
     config = _for_a_batch(config)
     models = await ModelRegistry.start(config)
@@ -67,15 +67,15 @@ async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchR
         state = ServerState(config, models=models)
         report = await _run_lines(create_handlers(state), lines, out, config.max_num_seqs)
         if not models.is_alive():
-            raise EngineDeadError("the engine died; the lines from then on have 503")
+            raise EngineDeadError("the engine died; all later lines have status 503")
         return report
     finally:
         await models.close()
 
 
 def _for_a_batch(config: Config) -> Config:
-    """Return a configuration whose limits reject no line, and whose requests do not time out unless
-    `request_timeout_s` is set."""
+    """Return a configuration whose limits reject no line. Requests have no timeout unless `request_timeout_s`
+    is set."""
     queued = max(config.max_num_queued_reqs, config.max_num_seqs * PROMPTS_MAX)
     own: dict[str, Any] = {
         "max_num_queued_reqs": queued,
@@ -87,20 +87,20 @@ def _for_a_batch(config: Config) -> Config:
     return config.model_copy(update=own)
 
 
-async def _run_lines(app: ASGIApp, lines: Iterable[str], out: TextIO, n_at_once: int) -> BatchReport:
-    """Run up to `n_at_once` lines at the same time, finished ones that wait for earlier lines included."""
+async def _run_lines(app: ASGIApp, lines: Iterable[str], out: TextIO, n_concurrent: int) -> BatchReport:
+    """Run up to `n_concurrent` lines at a time, including finished ones that wait for earlier lines."""
     waiting: deque[asyncio.Task[_Line]] = deque()
     n_lines = n_failed = 0
     feed: Iterator[str] = (line for line in lines if line.strip())
     try:
         while True:
-            while len(waiting) < n_at_once and (line := next(feed, None)) is not None:
+            while len(waiting) < n_concurrent and (line := next(feed, None)) is not None:
                 waiting.append(asyncio.ensure_future(_run_line(app, line)))
             if not waiting:
                 return BatchReport(n_lines, n_failed)
             result = await waiting[0]
             waiting.popleft()
-            decoder = codecs.getincrementaldecoder("utf-8")()  # a piece may end within a character
+            decoder = codecs.getincrementaldecoder("utf-8")()  # a piece may end inside a character
             for part in result.parts:
                 out.write(decoder.decode(part))
             out.write("\n")
@@ -114,7 +114,7 @@ async def _run_lines(app: ASGIApp, lines: Iterable[str], out: TextIO, n_at_once:
 
 
 async def _run_line(app: ASGIApp, line: str) -> _Line:
-    """Return the output line of one input line. The response body is written as it is: JSON in one line."""
+    """Return the output line of one input line. The response body is written unchanged: JSON on one line."""
     result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
     try:
         custom_id, url, body = _parse(line)
@@ -136,7 +136,7 @@ def _parse(line: str) -> tuple[str, str, dict[str, Any]]:
         raise _BadLine("invalid_json", f"the line is not valid JSON: {e}") from e
     custom_id = entry.get("custom_id") if isinstance(entry, dict) else None
     if not isinstance(custom_id, str):
-        raise _BadLine("missing_custom_id", "the line must be an object with a text as its custom_id")
+        raise _BadLine("missing_custom_id", "the line must be an object with a string as its custom_id")
     method, url, body = entry.get("method", "POST"), entry.get("url"), entry.get("body")
     if method != "POST" or url not in URLS:
         found = f"{str(method)[:10]} {str(url)[:100]}"
@@ -144,7 +144,7 @@ def _parse(line: str) -> tuple[str, str, dict[str, Any]]:
     if not isinstance(body, dict):
         raise _BadLine("invalid_body", "body must be an object", custom_id)
     if body.get("stream"):
-        raise _BadLine("invalid_body", "stream: a batch has no streams; leave it out", custom_id)
+        raise _BadLine("invalid_body", "stream is not supported in a batch; leave it out", custom_id)
     return custom_id, url, body
 
 

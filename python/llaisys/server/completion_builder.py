@@ -1,4 +1,7 @@
-"""What the builders of completion objects share: ids and times, usage, log probabilities, size estimates."""
+"""CompletionBuilder: the protocol and shared parts of builders of completion objects.
+
+These are ids and times, usage, log probabilities and size estimates.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from llaisys.server.response_body import Json, Part
 
 
 class CompletionBuilder(Protocol):
-    """Builds the response of an endpoint from deltas of a generation: chunks of a stream, or one object.
+    """Builds the response of an endpoint from the deltas of a generation: chunks of a stream, or one object.
 
-    `usage` is counted by CompletionResponse; a builder only reads it.
+    CompletionResponse updates `usage`; a builder only reads it.
     """
 
     usage: Usage
@@ -31,22 +34,22 @@ class CompletionBuilder(Protocol):
         """Return the chunks before the first token."""
 
     def chunks(self, index: int, delta: RequestOutput) -> Iterable[Json]:
-        """Yield the chunks of one delta of the prompt `index`, finish reasons included. Lazy; none is
+        """Yield the chunks of one delta of the prompt `index`, including finish reasons. Lazy; no chunk is
         large."""
 
     def closing(self) -> list[Json]:
         """Return the chunks after the last token of all choices."""
 
     def collect(self, chunk: Json) -> int:
-        """Add a chunk to the one object; return the bytes that it has grown by."""
+        """Add a chunk to the object of an unstreamed response; return by how many bytes it has grown."""
 
     def parts(self) -> list[Part]:
-        """Return the one object, as JSON in pieces of any size."""
+        """Return the object of an unstreamed response, as JSON in pieces of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionMeta:
-    """The fields that every object of one response begins with. `created_s`: Unix time."""
+    """The first fields of every object of one response. `created_s`: Unix time."""
 
     id: str
     model: str
@@ -60,7 +63,7 @@ class CompletionMeta:
         """
         if request_id and (len(request_id) > REQUEST_ID_MAX or clean_request_id(request_id) != request_id):
             raise RejectedError(
-                f"request_id may have up to {REQUEST_ID_MAX} letters, digits, '-', '_' and '.'",
+                f"request_id must have 1 to {REQUEST_ID_MAX} letters, digits, '-', '_' or '.'",
                 param="request_id",
             )
         return CompletionMeta(f"{prefix}-{request_id or uuid.uuid4().hex}", model, int(time.time()))
@@ -94,7 +97,7 @@ class Usage:
     def add(self, index: int, delta: RequestOutput) -> None:
         """Count one delta."""
         self._prompt_tokens[index] = len(delta.prompt_token_ids)
-        # The first delta of a prompt has it.
+        # Only the first delta of a prompt has this number.
         self._cached_tokens[index] = self._cached_tokens.get(index, 0) or delta.num_cached_tokens
         self.completion_tokens += sum(len(output.token_ids) for output in delta.outputs)
 
@@ -118,9 +121,9 @@ class Usage:
         }
 
 
-# JSON has no infinity: vLLM's value for the logprob of an impossible token.
+# vLLM's value for the logprob of an impossible token, because JSON has no infinity.
 LOGPROB_MIN = -9999.0
-# Tokens of an echoed prompt, with their logprobs, in one chunk: usually up to 64 KiB of JSON.
+# Tokens of an echoed prompt with logprobs in one chunk, usually up to 64 KiB of JSON.
 ECHO_TOKENS = 64
 
 
@@ -134,7 +137,7 @@ def chat_logprobs(
     """Return `{"content": [...]}`: one entry for each token, with its `n_top` best candidates."""
 
     def entry(token_id: int, candidate: Logprob) -> dict[str, Any]:
-        # `bytes` is null if the token is a part of a character: its text is U+FFFD, which is not its bytes.
+        # `bytes` is null for a part of a character, because its text U+FFFD does not have the token's bytes.
         token = _name(token_id, candidate, ids_as_tokens=ids_as_tokens)
         raw = None if "\ufffd" in token else list(token.encode())
         return {"token": token, "logprob": _finite(candidate.logprob), "bytes": raw}
@@ -151,8 +154,10 @@ def chat_logprobs(
 
 
 def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """Return vLLM's format: for each prompt token a map of token id to `{"logprob", "rank",
-    "decoded_token"}`, and null for the first."""
+    """Return prompt logprobs in vLLM's format: null for the first token, then one map per token.
+
+    A map is token id -> `{"logprob", "rank", "decoded_token"}`.
+    """
     return [
         None
         if candidates is None
@@ -171,7 +176,7 @@ def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[di
 class CompletionLogprobs:
     """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}` of one choice, delta by delta.
 
-    `text_offset` counts the characters of all tokens before, those of an echoed prompt included.
+    `text_offset` counts the characters of all previous tokens, including those of an echoed prompt.
     """
 
     def __init__(self, n_top: int, *, ids_as_tokens: bool = False) -> None:
@@ -182,7 +187,7 @@ class CompletionLogprobs:
     def delta(
         self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], first: str = ""
     ) -> dict[str, Any]:
-        """Return the object of one delta; one whole object concatenates the lists.
+        """Return the object of one delta. The lists of all deltas concatenated are the whole object.
 
         `first`: the text of a prompt's first token, which has no logprobs.
         """
@@ -223,10 +228,10 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOGPROB_MIN)
 
 
-# The size of a response is estimated before its request is admitted. Counted is what is certain: the prompt's
-# part, and tokens that the request insists on (`min_tokens`, with `ignore_eos` also `max_tokens`). What the
-# model adds is counted while it is generated (`ResponseBytes`): most responses end long before their bound.
-# Bytes of JSON where a token has 4 characters and a logprob 18 digits.
+# The size of a response is estimated before its request is admitted. The estimate includes what is certain:
+# the prompt's part, and tokens that the request requires (`min_tokens`, with `ignore_eos` also `max_tokens`).
+# All other tokens are counted during generation (`ResponseBytes`), because most responses end long before
+# their bound. The constants are bytes of JSON for a token of 4 characters and a logprob of 18 digits.
 TEXT_BYTES = 4
 ID_BYTES = 6
 # `" the":-12.345678329467773,`; and the name, logprob and offset of each token.
@@ -248,8 +253,8 @@ def check_response_size(
 ) -> None:
     """Raise RejectedError if a response would have more than `bytes_max` bytes.
 
-    `n_tokens`: of each prompt; 0 for one that the response does not repeat. Of a stream only the prompt's
-    part counts, because it is sent at once.
+    `n_tokens`: tokens of each prompt; 0 for a prompt that the response does not repeat. For a stream, only
+    the prompt's part counts, because it is sent at once.
     """
     n_top = options.n_top
     if n_top is None:

@@ -1,7 +1,8 @@
-"""HTTP connections: uvicorn's, with bounded parsing and time-outs, and support for half-closed clients.
+"""Connection: uvicorn's HTTP connection with bounded parsing and timeouts, and support for half-closed
+clients.
 
-Bytes from clients are bounded before they are parsed. Over all connections a bounded number of events is
-parsed in one iteration of the event loop.
+Bytes from clients are bounded before they are parsed. One iteration of the event loop parses a bounded number
+of events over all connections.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from llaisys.server.listener import ConnectionLimit
 
 HEAD_BYTES_MAX = 32 * 1024
 HEADERS_MAX = 100
-# A chunked body may have as many bytes of framing (sizes, extensions, trailers) as of content, and these.
+# Bytes of framing (sizes, extensions, trailers) that a chunked body may have in addition to those of its
+# content.
 FRAMING_BYTES_MAX = 16 * 1024
-# Bytes given to the parser at once. A chunk may be one byte, which is six with its framing.
-CHUNKED_BYTES_AT_ONCE, BODY_BYTES_AT_ONCE = 2 * 1024, 64 * 1024
-# About 3 ms of h11 (5 us an event). A request head costs as many, for the task that it starts.
+# Bytes passed to the parser in one call. A chunk may have one byte, which is six with its framing.
+CHUNKED_PIECE_BYTES, BODY_PIECE_BYTES = 2 * 1024, 64 * 1024
+# About 3 ms of h11 (5 us per event). A request head counts as EVENTS_PER_REQUEST, for the task that it
+# starts.
 EVENTS_PER_ITERATION, EVENTS_PER_REQUEST = 512, 64
 BLANK_LINE = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
 
@@ -41,7 +44,8 @@ class BoundError(Exception):
 
 
 class RequestParser(h11.Connection):
-    """h11 that receives bytes up to the next boundary only, checks them first, and counts its events."""
+    """An h11 connection that gets bytes up to the next boundary only, after checking them, and counts
+    events."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES_MAX)
@@ -51,14 +55,14 @@ class RequestParser(h11.Connection):
         self._n_searched = 0  # bytes already searched for the end of a head
         self._length_left: int | None = None  # of a body of known length
         self._last_bytes = b""  # of a chunked body: an empty line may begin there
-        self._n_excess = 0  # bytes of framing of a chunked body, less those of its content
+        self._n_excess = 0  # bytes of framing of a chunked body, minus those of its content
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return h11's next event. Rejects a request with two lengths, too."""
+        """Return h11's next event. Also rejects a request with two lengths."""
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as e:
-            # Only the kind of fault: the rest of h11's text repeats what the client sent.
+            # Use the first part of h11's text only, because the rest repeats what the client sent.
             self.error = BoundError(e.error_status_hint, f"Invalid HTTP: {str(e).partition(':')[0]}.")
             raise
         if isinstance(event, h11.Request):
@@ -97,20 +101,20 @@ class RequestParser(h11.Connection):
         n_bytes = min(len(received), HEAD_BYTES_MAX) if end is None else end.end()
         if end is None and n_bytes == HEAD_BYTES_MAX:
             raise BoundError(431, f"The request head is larger than {HEAD_BYTES_MAX} bytes.")
-        # Besides the headers there are the request line and the empty one.
+        # In addition to the headers there are the request line and the empty line.
         if received.count(b"\n", 0, n_bytes) > HEADERS_MAX + 2:
             raise BoundError(431, f"The request has more than {HEADERS_MAX} headers.")
-        # h11 rejects input that begins with a control character at once: it may be TLS, and have no lines.
+        # h11 rejects input that begins with a control character at once. It may be TLS, which has no lines.
         is_invalid = bool(received) and received[0] < 0x21
         self._n_searched = 0 if end is not None else n_bytes
         return n_bytes if end is not None or is_invalid else 0
 
     def _body_bytes(self, received: bytearray) -> int:
         if self._length_left is not None:
-            return min(len(received), BODY_BYTES_AT_ONCE, self._length_left)
+            return min(len(received), BODY_PIECE_BYTES, self._length_left)
         if self._n_excess > FRAMING_BYTES_MAX:
             raise BoundError(400, "The chunks of the request body are too small; send larger ones.")
-        piece = self._last_bytes + received[:CHUNKED_BYTES_AT_ONCE]
+        piece = self._last_bytes + received[:CHUNKED_PIECE_BYTES]
         end = BLANK_LINE.search(piece)
         n_bytes = (len(piece) if end is None else end.end()) - len(self._last_bytes)
         self._last_bytes = piece[-2:] if end is None else b""
@@ -123,29 +127,30 @@ class RequestParser(h11.Connection):
         self._length_left = None if is_chunked else int(lengths[0]) if lengths else 0
         self._last_bytes, self._n_excess = b"", 0
         if is_chunked and lengths:
-            self.error = BoundError(400, "A request has Content-Length or Transfer-Encoding, not both.")
+            self.error = BoundError(400, "A request may have Content-Length or Transfer-Encoding, not both.")
             raise h11.RemoteProtocolError(str(self.error))
 
 
 class Parsing(Protocol):
-    """A connection with bytes to parse."""
+    """A connection with received bytes to parse."""
 
     def parse_some(self) -> int:
         """Parse up to the next boundary; return the number of events, 0 if more bytes must arrive first."""
 
 
 class ParseQueue:
-    """Connections with bytes to parse, round robin: EVENTS_PER_ITERATION events per event loop iteration."""
+    """Serves connections with bytes to parse round robin, EVENTS_PER_ITERATION events per event loop
+    iteration."""
 
     def __init__(self) -> None:
-        self.most_events = 0  # in one iteration, so far
+        self.max_events = 0  # the most events in one iteration so far
         self._waiting: deque[Parsing] = deque()
         self._queued: set[Parsing] = set()
         self._n_events = 0  # in this iteration
         self._is_scheduled = False
 
     def add(self, connection: Parsing) -> None:
-        """Parse now if this iteration has events left, else in a later one."""
+        """Parse now if this iteration has events left, otherwise in a later one."""
         if connection not in self._queued:
             self._queued.add(connection)
             self._waiting.append(connection)
@@ -160,7 +165,7 @@ class ParseQueue:
                 self._waiting.append(connection)
             else:
                 self._queued.discard(connection)
-        self.most_events = max(self.most_events, self._n_events)
+        self.max_events = max(self.max_events, self._n_events)
         if self._n_events and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._next_iteration)
@@ -171,9 +176,9 @@ class ParseQueue:
         self._work()
 
 
-# Received and not yet parsed; more stays in the kernel. One read of asyncio (256 KiB) may come on top.
+# Bytes that are received but not parsed; more stay in the kernel. One read of asyncio (256 KiB) may be added.
 INPUT_BYTES_MAX = 64 * 1024
-# After a rejection the client may continue to send. Closing at once would lose the error response.
+# A rejected client may continue to send. Closing the connection at once would lose the error response.
 LINGER_S, LINGER_BYTES_MAX = 2.0, 1024 * 1024
 # Interval at which a half-closed connection is checked, and delay before the client is probed.
 HALF_CLOSED_POLL_S = 0.5
@@ -183,23 +188,23 @@ log = logging.getLogger("llaisys.connections")
 
 
 class ReadControl(FlowControl):
-    """Pauses reading while the application has a large body to read, or too much input is unparsed."""
+    """Pauses reading while the application has a large body to read or too much input is unparsed."""
 
     _is_app_full = False
     _is_input_full = False
 
     def pause_reading(self) -> None:
-        """uvicorn: pause for the application."""
+        """Pause for the application (called by uvicorn)."""
         self._is_app_full = True
         self._apply()
 
     def resume_reading(self) -> None:
-        """uvicorn: resume for the application."""
+        """Resume for the application (called by uvicorn)."""
         self._is_app_full = False
         self._apply()
 
     def limit_input(self, n_bytes: int) -> None:
-        """Pause or resume for the number of unparsed bytes."""
+        """Pause or resume, depending on the number of unparsed bytes."""
         self._is_input_full = n_bytes > INPUT_BYTES_MAX
         self._apply()
 
@@ -215,10 +220,10 @@ class Connection(H11Protocol):
 
     - Input is parsed in pieces that `ParseQueue` bounds; rejected input gets a JSON error.
     - A request's head, and the rest of a rejected body, must arrive within `timeout_s`. uvicorn bounds only
-    the silence after a response; a request in progress has its own bounds (`BodyLimitMiddleware`).
+      the idle time after a response; a request in progress has its own bounds (`BodyLimitMiddleware`).
     - A client that shuts down its sending side after a request gets the response (not with TLS, which has no
       such state). A closed connection looks the same until something is written to it. So after
-      HALF_CLOSED_POLL_S without a response `100 Continue` is written, which a present client skips.
+      HALF_CLOSED_POLL_S without a response, `100 Continue` is written, which a connected client skips.
     """
 
     timeout_s: float
@@ -257,7 +262,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def parse_some(self) -> int:
-        """See `Parsing`. Never raises: it runs for other connections, too."""
+        """See `Parsing`. Never raises, because it also runs on behalf of other connections."""
         before = self.conn.n_events, self.conn.n_headers
         cycle = self.cycle
         try:
@@ -280,19 +285,19 @@ class Connection(H11Protocol):
         self.limit.stats.headers += self.conn.n_headers - before[1]
         return max(1, n_events)
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's text for every fault
-        """uvicorn, after h11 refused."""
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's text for every error
+        """Send our error (called by uvicorn after h11 has rejected the input)."""
         self._refuse(self.conn.error)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's never keeps it open
-        """asyncio; return True to keep the sending side open."""
+        """Return True to keep the sending side open (called by asyncio)."""
         may_respond = self._is_answering() or bool(self._received)
         if self.scheme == "https" or self._is_refused or not may_respond or self._is_gone():
             return False
         self._is_half_closed = True
         if self._half_closed_timer is None:
             self._half_closed_timer = self.loop.call_later(HALF_CLOSED_POLL_S, self._poll_half_closed)
-        self.queue.add(self)  # the received bytes may be a request, or its end
+        self.queue.add(self)  # the received bytes may be a request or its end
         return True
 
     def on_response_complete(self) -> None:
@@ -316,7 +321,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _is_answering(self) -> bool:
-        """Return True while a request is open that has arrived completely."""
+        """Return True while a completely received request is open."""
         is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
         return self._is_open() and is_whole
 
@@ -357,8 +362,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _poll_half_closed(self) -> None:
-        """End the request of a disconnected client. Before a response begins, only a write can detect
-        that."""
+        """End the request of a disconnected client. Only a write can detect that before a response begins."""
         self._half_closed_timer = None
         if self.transport.is_closing():
             return
@@ -372,7 +376,7 @@ class Connection(H11Protocol):
         self._half_closed_timer = self.loop.call_later(HALF_CLOSED_POLL_S, self._poll_half_closed)
 
     def _is_gone(self) -> bool:
-        """Return True once the client's system has reset the connection, which half-closing does not."""
+        """Return True once the client's system has reset the connection. Half-closing does not reset it."""
         poll = select.poll()
         poll.register(self._fd, 0)
         return bool(poll.poll(0))
@@ -392,6 +396,6 @@ class Connection(H11Protocol):
 
 
 def connection_class(timeout_s: float, limit: ConnectionLimit) -> type[Connection]:
-    """Return the class for one server: its connections share a limit and a queue."""
+    """Return the class for the connections of one server, which share a limit and a queue."""
     shared = {"timeout_s": timeout_s, "limit": limit, "queue": ParseQueue()}
     return type("Connection", (Connection,), shared)

@@ -1,7 +1,7 @@
-"""HTTP errors: OpenAI's error object, with its status and headers.
+"""ApiError: HTTP errors as OpenAI's error object, with status and headers.
 
-One table maps every class of `llaisys.errors`; a test walks the class tree and fails on a class without a
-row."""
+One table maps every class of `llaisys.errors`. A test fails on a class without a row.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, message: str, *, code: str, kind: str = INVALID_REQUEST, param: str | None = None
     ) -> None:
-        if len(message) > MESSAGE_CHARS_MAX:  # it may quote the client's input
+        if len(message) > MESSAGE_CHARS_MAX:  # the message may quote the client's input
             message = message[: MESSAGE_CHARS_MAX - 3] + "..."
         super().__init__(status, message)
         self.message = message
@@ -43,7 +43,7 @@ class ApiError(HTTPException):
         self.param = param
 
     def with_headers(self, headers: Mapping[str, str]) -> ApiError:
-        """Add response headers; return the error."""
+        """Add response headers; return the same error."""
         self.headers = {**(self.headers or {}), **headers}
         return self
 
@@ -53,7 +53,7 @@ class ApiError(HTTPException):
 
 
 class ErrorDetail(BaseModel):
-    """An error for people (`message`) and for programs (`code`). `param`: the offending field."""
+    """An error for people (`message`) and for programs (`code`). `param`: the invalid field."""
 
     message: str
     type: str
@@ -75,7 +75,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The response to one exception class. `message` None: the exception's own text, else this one."""
+    """The response to one exception class. `message` None: use the exception's text."""
 
     status: int
     kind: str
@@ -84,7 +84,7 @@ class Row:
     retry: bool = True
 
 
-# Texts of 5xx are fixed: details of a device or a bug belong in the log, not in a response.
+# Messages of 5xx are fixed, because details of a device or a bug belong in the log.
 TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.LlaisysError: Row(500, SERVER_ERROR, "internal_error", "internal error", retry=False),
     errors.RejectedError: Row(400, INVALID_REQUEST, "invalid_value"),
@@ -120,7 +120,7 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
 
 
 def to_api_error(error: Exception, request_id: str) -> ApiError:
-    """Return the HTTP error for any exception. A 500 names the request id, which the log contains too."""
+    """Return the HTTP error for any exception. A 500 names the request id, which is also in the log."""
     if isinstance(error, ApiError):
         return error
     row = next((TABLE[c] for c in type(error).__mro__ if c in TABLE), TABLE[errors.LlaisysError])
@@ -138,36 +138,36 @@ def to_api_error(error: Exception, request_id: str) -> ApiError:
 
 
 def _retry_after_s(estimate_s: float) -> int:
-    """Return 1 to RETRY_AFTER_MAX_S, randomized by 20 % so that clients rejected together do not retry
-    together."""
+    """Return 1 to RETRY_AFTER_MAX_S seconds, randomized by 20 % so that clients do not retry
+    simultaneously."""
     spread = random.uniform(0.8, 1.2)
     return min(RETRY_AFTER_MAX_S, max(1, round(estimate_s * spread)))
 
 
 def model_not_found(name: str) -> ApiError:
-    """404: a model name that is not served."""
+    """Return 404: a model name that is not served."""
     return ApiError(404, f"The model `{name[:100]}` does not exist.", code="model_not_found", param="model")
 
 
 def invalid_key() -> ApiError:
-    """401: no key, or an unknown one."""
+    """Return 401: no key, or an unknown one."""
     message = "Incorrect API key provided, or none: send it as `Authorization: Bearer KEY`."
     return ApiError(401, message, code="invalid_api_key").with_headers({"www-authenticate": "Bearer"})
 
 
 def engine_dead() -> ApiError:
-    """503: the engine has died and accepts no requests."""
+    """Return 503: the engine has died and accepts no requests."""
     return to_api_error(errors.EngineDeadError("the engine is not alive"), "")
 
 
 def loading() -> ApiError:
-    """503: the model is not in memory yet."""
+    """Return 503: the model is not loaded yet."""
     message = "The model is still loading; try again in a moment."
     return ApiError(503, message, code="model_loading", kind=SERVER_ERROR).with_headers({"retry-after": "1"})
 
 
 def shutting_down() -> ApiError:
-    """503: a new request after SIGTERM, or the error frame of a stream that the shutdown ends."""
+    """Return 503: a new request after SIGTERM, or the error frame of a stream that the shutdown ends."""
     message = "The server is shutting down."
     return ApiError(503, message, code="shutting_down", kind=SERVER_ERROR).with_headers(
         {"retry-after": "5", "connection": "close"}
@@ -175,7 +175,8 @@ def shutting_down() -> ApiError:
 
 
 def ended(reason: str) -> ApiError:
-    """A generation without a normal end: cancelled (499, as in proxies), timed out (408) or failed (500)."""
+    """Return the error of a generation that was canceled (499, as in proxies), timed out (408) or failed
+    (500)."""
     code = {"abort": "cancelled", "timeout": "request_timeout"}.get(reason, "request_failed")
     status = {"abort": 499, "timeout": 408}.get(reason, 500)
     api_error = ApiError(status, f"The request ended early: {code}.", code=code, kind=SERVER_ERROR)
@@ -183,53 +184,53 @@ def ended(reason: str) -> ApiError:
 
 
 def body_too_large(limit_bytes: int) -> ApiError:
-    """413: a body over the limit, as declared or as received."""
+    """Return 413: a body over the limit, as declared or as received."""
     return ApiError(413, f"The request body is larger than {limit_bytes} bytes.", code="request_too_large")
 
 
 def bodies_too_large() -> ApiError:
-    """429: the bodies of all open requests are over their limit."""
-    message = "The server holds as many request bodies as it can; try again in a moment."
+    """Return 429: the bodies of all open requests are over their limit."""
+    message = "The request bodies of all open requests have reached their limit; try again in a moment."
     api_error = ApiError(429, message, code="server_overloaded", kind="rate_limit_error")
     return api_error.with_headers({"retry-after": "1"})
 
 
 def body_too_slow(seconds: float) -> ApiError:
-    """408: a body that did not arrive in time."""
+    """Return 408: a body that did not arrive in time."""
     message = f"The request body did not arrive within {seconds:g} seconds."
     api_error = ApiError(408, message, code="request_timeout", kind="timeout_error")
     return api_error.with_headers({**NO_RETRY, "connection": "close"})
 
 
 def too_many_open_requests(limit: int) -> ApiError:
-    """503: the server has its maximum number of open requests; the connection is closed."""
+    """Return 503: the server has reached its limit of open requests; the connection is closed."""
     message = f"The server has {limit} requests open, which is its limit; try again in a moment."
     api_error = ApiError(503, message, code="server_overloaded", kind=SERVER_ERROR)
     return api_error.with_headers({"retry-after": "1", "connection": "close"})
 
 
-def too_many_at_once(limit: int) -> ApiError:
-    """429: the client has too many open requests."""
+def too_many_open_requests_of_key(limit: int) -> ApiError:
+    """Return 429: the client has too many open requests."""
     message = f"This key has {limit} requests open, which is its limit; wait until one has ended."
     api_error = ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error")
     return api_error.with_headers({"retry-after": "1"})
 
 
-def too_many_in_a_minute(limit: int, wait_s: int) -> ApiError:
-    """429: the client sent too many requests per minute."""
+def too_many_requests_per_minute(limit: int, wait_s: int) -> ApiError:
+    """Return 429: the client has sent too many requests per minute."""
     message = f"This key may send {limit} requests per minute; try again in {wait_s} s."
     api_error = ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error")
     return api_error.with_headers({"retry-after": str(wait_s)})
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON in UTF-8. A lone surrogate, possible in JSON escapes, is written as that escape."""
+    """Return compact JSON in UTF-8. A lone surrogate, which JSON escapes allow, is written as an escape."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error as an HTTP response, for the middleware outside of the application."""
+    """Send an error as an HTTP response, for middleware outside the application."""
     raw = to_json(error.body())
     headers = {"content-type": "application/json", "content-length": str(len(raw)), **(error.headers or {})}
     start = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

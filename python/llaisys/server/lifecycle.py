@@ -1,7 +1,7 @@
-"""The server process: bind, serve probes at once, load the models, serve, shut down in order.
+"""serve: runs the server process. It binds, serves probes, loads the models, serves requests and shuts down.
 
 uvicorn waits for open streams before it runs any shutdown hook, so `Lifecycle` handles the signals. The first
-one closes the engines, which end every stream with its terminator; then uvicorn has nothing to wait for.
+signal closes the engines, which end every stream with its terminator. Then uvicorn has no open streams.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ INTERVAL_S = 0.25
 
 
 async def measure_loop_lag(observe: Callable[[float], None], interval_s: float = INTERVAL_S) -> None:
-    """Report every `interval_s` how many seconds late this task woke up. Never returns."""
+    """Report every `interval_s` seconds by how many seconds this task woke up late. Never returns."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + interval_s
@@ -57,10 +57,10 @@ TRIM_INTERVAL_S = 5.0
 
 
 async def trim_memory(interval_s: float = TRIM_INTERVAL_S, work: Callable[[], None] = trim) -> None:
-    """Return freed memory to the system at an interval, on a thread. Never returns.
+    """Return freed memory to the system every `interval_s` seconds, on a thread. Never returns.
 
-    glibc keeps freed memory below any piece in use, in the arenas of its threads. Without this a server grows
-    for an hour, until it has seen every mixture of requests (docs/decisions/0009).
+    glibc keeps freed memory in the malloc arenas of its threads. Without this, the server's memory grows for
+    an hour (docs/decisions/0009).
     """
     while True:
         await asyncio.sleep(interval_s)
@@ -69,7 +69,7 @@ async def trim_memory(interval_s: float = TRIM_INTERVAL_S, work: Callable[[], No
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
-BEATS_PER_WINDOW = 24  # of `watchdog_window_s`: a late event loop is reported after a sixth of it
+BEATS_PER_WINDOW = 24  # heartbeats per `watchdog_window_s`; a late event loop is logged after a sixth of it
 
 log = logging.getLogger("llaisys.server")
 
@@ -77,15 +77,15 @@ log = logging.getLogger("llaisys.server")
 def serve(config: Config) -> int:
     """Serve until a signal. Return the exit code: 0, or 70 if an engine died.
 
-    Raises RejectedError for invalid settings (an exposed host without a key, a taken port, an invalid
-    certificate), and what loading the model raises.
+    Raises RejectedError for invalid settings (an exposed host without a key, a port in use, an invalid
+    certificate), and the errors of loading the model.
     """
     check_exposure(config)
     log_writer = _start_log(config)
     n_connections = raise_file_limit()
     tls = tls_options(config)
     keys = Keyring.of(config)
-    config = config.model_copy(update={"api_key": ()})  # from here on only hashes are kept
+    config = config.model_copy(update={"api_key": ()})  # keep only the hashes
     with listening(config) as listener, _chats(config) as chats, _tracer(config) as tracer:
         listener.limit.maximum = n_connections
         state = ServerState(config, keys=keys, chats=chats, tracer=tracer)
@@ -94,7 +94,7 @@ def serve(config: Config) -> int:
 
 
 def _start_log(config: Config) -> LineWriter:
-    """Log to stderr; each request's line without a prefix, because it is a JSON object."""
+    """Log to stderr. The lines of requests have no prefix, because they are JSON objects."""
     writer = start_log(config.log_level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     requests = logging.getLogger("llaisys.request")
@@ -105,7 +105,7 @@ def _start_log(config: Config) -> LineWriter:
 
 @contextlib.contextmanager
 def _tracer(config: Config) -> Iterator[RequestTracer | None]:
-    """Return the tracer if one is configured; flush it at the end. Raises RejectedError."""
+    """Yield the tracer if one is configured; flush it at the end. Raises RejectedError."""
     if config.otlp_traces_endpoint is None:
         yield None
         return
@@ -115,7 +115,7 @@ def _tracer(config: Config) -> Iterator[RequestTracer | None]:
 
 @contextlib.contextmanager
 def _chats(config: Config) -> Iterator[ChatStore | None]:
-    """Return the chat store if one is configured; close it at the end. Raises RejectedError."""
+    """Yield the chat store if one is configured; close it at the end. Raises RejectedError."""
     if config.chat_store is None:
         yield None
         return
@@ -124,7 +124,7 @@ def _chats(config: Config) -> Iterator[ChatStore | None]:
 
 
 class Lifecycle:
-    """Loading -> serving -> draining -> closed. Owns the signals, uvicorn and the server's state.
+    """Runs a server: loading -> serving -> draining -> closed. Owns signals, uvicorn and the server's state.
 
     The first SIGINT or SIGTERM starts the drain, the second ends it, the third exits the process at once.
     """
@@ -139,7 +139,7 @@ class Lifecycle:
         """`tls`: uvicorn's TLS options."""
         self._config = config
         self._listener = listener
-        # A Unix socket has no port; a Host header then names the setting's.
+        # A Unix socket has no port; Host headers then have the configured one.
         self._port = int(listener.getsockname()[1]) if config.uds is None else config.port
         self._state = state or ServerState(config)
         self._tls = tls or {}
@@ -170,11 +170,13 @@ class Lifecycle:
         return exit_code
 
     async def _beat_watchdogs(self, models: ModelRegistry) -> None:
-        """Send heartbeats of the event loop to the watchdogs. Stops the server if an engine is stuck, or dead
-        and not restarted."""
+        """Send heartbeats of the event loop to the watchdogs.
+
+        Stops the server if an engine is stuck, or dead and not restarted.
+        """
         while not models.is_stuck():
             if models.is_lost():
-                self._stop.set()  # and continues: a drain needs heartbeats, too
+                self._stop.set()  # continue, because a drain needs heartbeats, too
             models.beat()
             await asyncio.sleep(self._config.watchdog_window_s / BEATS_PER_WINDOW)
         self._stop.set()
@@ -199,14 +201,13 @@ class Lifecycle:
                 server_header=False,
                 backlog=ACCEPTS_PER_ITERATION,
                 timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
-                timeout_keep_alive=self._config.timeout_keep_alive_s,  # type: ignore[arg-type]  # only waited for
+                timeout_keep_alive=self._config.timeout_keep_alive_s,  # type: ignore[arg-type]  # a float works
                 **self._tls,
             )
         )
 
     async def _serve_until_stopped(self, models: ModelRegistry) -> int:
-        """Serve until stopped. Readiness ends first; then the engines end their streams, each with a
-        terminator."""
+        """Serve until stopped. Then readiness ends, and the engines end each stream with a terminator."""
         self._state.models = models
         names = ",".join(each.model_names[0] for each in models.services)
         LineWriter(STDOUT).write(f"LLAISYS serving {names} at {address_of(self._config, self._port)}")
@@ -226,7 +227,7 @@ class Lifecycle:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
             await models.close()
-        for task in meanwhile:  # not earlier: without heartbeats a drain would look like a stuck event loop
+        for task in meanwhile:  # not earlier: without heartbeats, a drain would count as a stuck event loop
             task.cancel()
         return exit_code
 
@@ -235,8 +236,8 @@ class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does. Its `backlog` bounds what asyncio accepts at once; more wait in the
-        kernel."""
+        """Start as uvicorn does. `backlog` bounds how many connections asyncio accepts at once; more wait in
+        the kernel."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(REQUESTS_MAX)
@@ -255,8 +256,8 @@ async def _first_of(work: asyncio.Future[Any], event: asyncio.Event) -> None:
 
 
 def _exit_now(exit_code: int) -> NoReturn:
-    """Exit without waiting for threads: loading a model cannot be interrupted, and it holds nothing that
-    outlives the process."""
+    """Exit without waiting for threads. Loading a model cannot be interrupted, and it has no resources that
+    outlive the process."""
     sys.stdout.flush()
     logging.shutdown()
     os._exit(exit_code)

@@ -1,8 +1,8 @@
-"""The listening socket (TCP or Unix, with or without TLS) and the limit on open connections.
+"""Listener: the listening socket (TCP or Unix, with or without TLS), and the limit on open connections.
 
-All of it is set up before the model loads; an error names the setting. Connections that wait for a request
-are closed for new ones, oldest first. A connection with an open request is never closed for another, so that
-a flood of idle sockets keeps out neither probes nor clients.
+All of it is set up before the model loads; errors name the setting. Idle connections are closed for new ones,
+oldest first, so that a flood of idle sockets blocks neither probes nor clients. A connection with an open
+request is never closed for another.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from llaisys.errors import RejectedError
 from llaisys.files import open_regular
 
 REQUESTS_MAX = 1024
-# Connections above REQUESTS_MAX: with that many requests open, a probe still gets its response.
+# Connections in addition to REQUESTS_MAX, so that probes get a response while that many requests are open.
 PROBE_CONNECTIONS = 32
-# Connections that asyncio accepts before it does anything else.
+# Maximum number of connections that asyncio accepts in one iteration of the event loop.
 ACCEPTS_PER_ITERATION = 128
 
 log = logging.getLogger("llaisys.connections")
@@ -41,34 +41,34 @@ class ConnectionStats:
     accepted: int = 0
     refused: int = 0  # closed at accept: every other connection had an open request
     evicted: int = 0  # closed while waiting for a request, for a newer connection
-    bad_requests: int = 0  # rejected by the connection itself: not HTTP, or a head that exceeds a bound
+    bad_requests: int = 0  # rejected by the connection: not HTTP, or a head that exceeds a bound
     requests_refused: int = 0  # 503: too many open requests
     headers: int = 0  # parsed
     events: int = 0  # parsed: request heads with their headers, pieces of bodies
 
 
 class AcceptedSocket(socket.socket):
-    """A connection that leaves its limit when it is closed."""
+    """An accepted connection that is removed from its ConnectionLimit when it is closed."""
 
     limit: ConnectionLimit
 
     def close(self) -> None:
-        """As socket.close."""
+        """Close the socket and remove it from the limit."""
         self.limit.remove(self)
         super().close()
 
 
 class ConnectionLimit:
-    """Up to `maximum` open connections, each either waiting for a request or with an open one.
+    """Limits the number of open connections to `maximum`; each is either idle or has an open request.
 
-    It counts accepted sockets rather than HTTP connections, so that a client that never finishes its TLS
-    handshake counts, too.
+    It counts accepted sockets and not HTTP connections, so that clients that never finish their TLS handshake
+    count, too.
     """
 
     def __init__(self, maximum: int = REQUESTS_MAX + PROBE_CONNECTIONS) -> None:
         self.maximum = maximum
         self.stats = ConnectionStats()
-        # In the order in which they would be closed: first those that never sent a whole request head.
+        # In the order in which they would be closed: first those that never sent a complete request head.
         self._new: dict[int, AcceptedSocket] = {}
         self._idle: dict[int, AcceptedSocket] = {}
         self._busy: dict[int, AcceptedSocket] = {}
@@ -77,7 +77,7 @@ class ConnectionLimit:
         """Count a connection, closing another if needed; return False if all others have an open request."""
         if len(self._new) + len(self._idle) + len(self._busy) >= self.maximum and not self._evict():
             self.stats.refused += 1
-            log.warning("connections are refused: all %d have an open request", self.maximum)
+            log.warning("rejecting connections: all %d have an open request", self.maximum)
             return False
         self.stats.accepted += 1
         self._new[accepted.fileno()] = accepted
@@ -85,11 +85,11 @@ class ConnectionLimit:
         return True
 
     def mark_busy(self, fd: int) -> None:
-        """Note that the connection has an open request."""
+        """Mark the connection as having an open request."""
         self._move(fd, self._busy)
 
     def mark_idle(self, fd: int) -> None:
-        """Note that the connection's request is complete."""
+        """Mark the connection as idle: its request is complete."""
         self._move(fd, self._idle)
 
     def remove(self, accepted: AcceptedSocket) -> None:
@@ -99,19 +99,19 @@ class ConnectionLimit:
                 del each[accepted.fileno()]
 
     def _evict(self) -> bool:
-        """Shut down the oldest waiting connection; asyncio reads its end and closes it."""
+        """Shut down the oldest idle connection; asyncio then reads end-of-file and closes it."""
         waiting = self._new or self._idle
         if not waiting:
             return False
         oldest = waiting.pop(next(iter(waiting)))
-        with contextlib.suppress(OSError):  # its client was faster
+        with contextlib.suppress(OSError):  # the client has closed it already
             oldest.shutdown(socket.SHUT_RDWR)
         self.stats.evicted += 1
-        log.warning("idle connections are closed for new ones: %d are open", self.maximum)
+        log.warning("closing idle connections for new ones: %d are open", self.maximum)
         return True
 
     def _move(self, fd: int, to: dict[int, AcceptedSocket]) -> None:
-        """Move a connection; does nothing for one that was evicted and has not noticed yet."""
+        """Move a connection to another list. No effect for an evicted one that is not closed yet."""
         for each in (self._new, self._idle, self._busy):
             if fd in each:
                 to[fd] = each.pop(fd)
@@ -127,8 +127,10 @@ class Listener(socket.socket):
         self.limit = ConnectionLimit()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As socket.accept; connections above the limit are closed. Raises ConnectionAbortedError after
-        ACCEPTS_PER_ITERATION of those, which ends asyncio's iteration."""
+        """Accept a connection, and close connections above the limit.
+
+        Raises ConnectionAbortedError after ACCEPTS_PER_ITERATION of those, which ends asyncio's loop.
+        """
         for _ in range(ACCEPTS_PER_ITERATION):
             plain, address = super().accept()
             accepted = AcceptedSocket(self.family, self.type, self.proto, plain.detach())
@@ -138,21 +140,21 @@ class Listener(socket.socket):
         raise ConnectionAbortedError
 
 
-# The kernel's send buffer of a connection (it doubles this). The default grows to 4 MiB for a client that
-# does not read.
+# Bytes of the kernel's send buffer of a connection (the kernel doubles this). The default would grow to 4 MiB
+# for a client that does not read.
 SEND_BYTES = 128 * 1024
-# Files open in addition to the connections: weights, stores, epoll, pipes, libraries while they are read, and
-# connections that were accepted or evicted in this iteration of the event loop.
+# Open files in addition to connections: weights, stores, epoll, pipes, libraries while they are read, and
+# connections accepted or evicted in this iteration of the event loop.
 SPARE_FILES = 256 + 2 * ACCEPTS_PER_ITERATION
-FILES_OF_NO_LIMIT = 65536  # if the system has no limit
+FILES_IF_UNLIMITED = 65536  # if the system has no limit
 TLS_SETTINGS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
 @contextlib.contextmanager
 def listening(config: Config) -> Iterator[Listener]:
-    """Return a listening socket; close it at the end, and remove the file of a Unix socket.
+    """Yield a listening socket; close it at the end, and remove the file of a Unix socket.
 
-    Raises RejectedError saying what to do.
+    Raises RejectedError with the fix.
     """
     with contextlib.closing(bind(config) if config.uds is None else _bind_uds(config.uds)) as listener:
         mine = None if config.uds is None else config.uds.stat()
@@ -166,23 +168,24 @@ def listening(config: Config) -> Iterator[Listener]:
 
 
 def bind(config: Config) -> Listener:
-    """Return a listening TCP socket. Bound before the model loads, so that a taken port is reported at once.
+    """Return a listening TCP socket. Call it before the model loads, so that a port in use is reported at
+    once.
 
-    Raises RejectedError saying what to do.
+    Raises RejectedError with the fix.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # asyncio sets TCP_NODELAY only where the protocol is named; without it the first token of a stream
-        # waits up to 40 ms for the client's delayed acknowledgement of the headers.
+        # Name the protocol, because asyncio sets TCP_NODELAY only then. Without it, the first token of a
+        # stream waits up to 40 ms for the client's delayed acknowledgment of the headers.
         listener = Listener(family, kind, protocol)
     except OSError as e:
         raise RejectedError(_bind_text(config, e), param="host") from e
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # connections inherit it
-        # Bounds how long sent data may wait to be read; streams have a bound of their own, too.
+        # Limits how long sent data may wait to be read; streams also have their own limit.
         timeout_ms = math.ceil(1000 * config.send_timeout_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         listener.bind(address)
@@ -206,8 +209,11 @@ def _bind_text(config: Config, error: OSError) -> str:
 
 
 def _bind_uds(path: Path) -> Listener:
-    """Return a listening Unix socket that only owner and group can use, whatever the umask; with the usual
-    umask of 022 only the owner. A socket that no server listens on is replaced."""
+    """Return a listening Unix socket for owner and group at most; with the usual umask 022, for the owner
+    only.
+
+    A socket file that no server listens on is replaced.
+    """
     _clear_stale(path)
     listener = Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o177)
@@ -224,10 +230,10 @@ def _bind_uds(path: Path) -> Listener:
 
 
 def _clear_stale(path: Path) -> None:
-    """Remove the socket of a killed server. Raises RejectedError if it is in use, or not a socket."""
+    """Remove the socket file of a killed server. Raises RejectedError if it is in use or not a socket."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
-    except OSError:  # it is not there, or `bind` will say why it cannot be
+    except OSError:  # there is no such file, or `bind` will report the error
         return
     if not is_socket:
         raise RejectedError(
@@ -264,7 +270,7 @@ def tls_options(config: Config) -> dict[str, Any]:
             raise RejectedError(f"{name}: cannot read {path}: {e.strerror}", param=name) from e
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password an encrypted key would prompt on the terminal.
+        # Pass a password, because an encrypted key would prompt on the terminal otherwise.
         context.load_cert_chain(paths["ssl_certfile"], paths["ssl_keyfile"], password="")
     except (ssl.SSLError, ValueError) as e:
         text = f"ssl_keyfile: {paths['ssl_keyfile']} is not the key, unencrypted, of {paths['ssl_certfile']}"
@@ -279,8 +285,8 @@ def tls_options(config: Config) -> dict[str, Any]:
 
 
 def address_of(config: Config, port: int) -> str:
-    """Return the address to open in a browser, or the Unix socket. For a server on every address it is the
-    loopback address."""
+    """Return the address to open in a browser (for a server on all addresses: loopback), or the Unix
+    socket."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host = config.host.strip("[]")
@@ -290,10 +296,12 @@ def address_of(config: Config, port: int) -> str:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files to the hard limit. Return how many connections fit, so that
-    `accept` never runs out of files."""
+    """Raise this process's limit of open files to the hard limit.
+
+    Return how many connections fit, so that `accept` never runs out of files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = max(soft, FILES_OF_NO_LIMIT) if hard == resource.RLIM_INFINITY else hard
+    allowed = max(soft, FILES_IF_UNLIMITED) if hard == resource.RLIM_INFINITY else hard
     if soft not in (allowed, resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     wanted = REQUESTS_MAX + PROBE_CONNECTIONS

@@ -1,8 +1,9 @@
-"""GET /metrics: vLLM's names, labels and buckets, so that its dashboards work; our own as `llaisys:...`.
+"""GET /metrics: vLLM's names, labels and buckets, so that its dashboards work; other metrics as
+`llaisys:...`.
 
-Nothing is counted twice. Engine statistics are read from AsyncLLM's snapshot at each scrape; only what the
-engine never sees (rejections, HTTP responses) is counted here. Absent, because the features are: vLLM's
-metrics of LoRA, speculative decoding, sleep and corrupted logits.
+Nothing is counted twice. Engine stats are read from AsyncLLM's snapshot at each scrape; only rejections and
+HTTP responses, which the engine never sees, are counted here. vLLM's metrics of LoRA, speculative decoding,
+sleep and corrupted logits are absent, because these features are.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ if TYPE_CHECKING:
 
 LABELS = ("model_name", "engine")
 # vLLM counts blocks of several tokens; a cell here is a block of one.
-CACHE_FACTS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
+CACHE_CONFIG_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
 # The buckets of the instrumentator that vLLM uses for HTTP.
 HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
-# The error code of a stream whose client read nothing for `send_timeout_s`; it is logged and counted only.
+# The error code of a stream whose client read nothing for `send_timeout_s`. It is only logged and counted.
 SEND_TIMEOUT = "send_timeout"
 LAG_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 router = APIRouter()
-# No `_created` series for each counter; vLLM has none either.
-disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's own
+# No `_created` series for each counter, as in vLLM.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no types
 
 
 def _usage(stats: ServiceStats) -> float:
@@ -57,13 +58,13 @@ def _usage(stats: ServiceStats) -> float:
 
 
 def _cells(stats: ServiceStats) -> dict[str, int]:
-    """Count cells by state; `cached` cells belong to the prefix cache alone."""
+    """Return the number of cells by state; `cached` cells belong to the prefix cache only."""
     used, free = stats.engine.kv_cells_used, stats.engine.kv_cells_free
     return {"used": used, "cached": stats.engine.kv_cells - used - free, "free": free}
 
 
 def _finished(stats: ServiceStats) -> dict[str, int]:
-    """Return every reason from the start, so that rates over it exist before its first occurrence."""
+    """Return the count of every reason, including 0, so that rates exist before its first occurrence."""
     return {reason.value: stats.finished.get(reason.value, 0) for reason in FinishReason}
 
 
@@ -105,7 +106,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ),
     ("llaisys:steps", "Steps of the engine.", lambda s: s.engine.num_steps),
 )
-# Metrics with a further label, and a value for each of its values.
+# Metrics with one more label, and a number for each value of the label.
 BY_LABEL: tuple[tuple[type[_Family], str, str, str, Callable[[ServiceStats], Mapping[str, float]]], ...] = (
     (
         GaugeMetricFamily,
@@ -184,14 +185,14 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...]
 
 
 class EngineCollector:
-    """DeficitRoundRobin the models' figures of now into metric families."""
+    """Converts the current stats of the models to metric families."""
 
     def __init__(self, services: Sequence[AsyncLLM]) -> None:
         self._services = services
         self._snapshots = [((each.model_names[0], "0"), each.stats()) for each in services]
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus_client's collector protocol."""
+        """Yield the metric families (prometheus_client's collector protocol)."""
         yield self._cache_config()
         for name, text, value in GAUGES:
             yield self._family(GaugeMetricFamily, name, text, value)
@@ -221,7 +222,7 @@ class EngineCollector:
         family = GaugeMetricFamily(
             "vllm:cache_config_info",
             "KV cache settings of a model, as labels.",
-            labels=(*LABELS, *CACHE_FACTS),
+            labels=(*LABELS, *CACHE_CONFIG_LABELS),
         )
         for service, (labels, stats) in zip(self._services, self._snapshots, strict=True):
             config = service.config
@@ -287,7 +288,7 @@ def _observed(family: HistogramMetricFamily, labels: Sequence[str], data: Histog
 
 
 def cumulative(data: HistogramData) -> Iterator[tuple[str, float]]:
-    """Yield `(upper bound, observations up to it)` for the text format; the last bound is `+Inf`."""
+    """Yield `(upper bound, cumulative count)` for the text format; the last bound is `+Inf`."""
     total = 0
     for bound, count in zip((*map(str, data.bounds), "+Inf"), data.counts, strict=True):
         total += count
@@ -322,7 +323,7 @@ class Metrics:
             buckets=LAG_BOUNDS_S,
             registry=self._registry,
         )
-        # So that rates exist before the first occurrence.
+        # Create the series now, so that rates exist before the first occurrence.
         for code in (SEND_TIMEOUT, *(row.code for row in TABLE.values())):
             self._errors.labels(code)
 
@@ -331,8 +332,7 @@ class Metrics:
         self._registry.register(ConnectionCollector(stats, log))
 
     def count_response(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP response, by class of status (`2xx`). `route` is a route's path, never client
-        input."""
+        """Count an HTTP response by status class (`2xx`). `route`: a route's path, never client input."""
         self._responses.labels(route, method, f"{status // 100}xx").inc()
         self._response_s.labels(route, method).observe(seconds)
 
@@ -354,7 +354,7 @@ class Metrics:
 
 @router.get("/metrics", response_class=Response, responses=text_of_type("text/plain"))
 async def metrics(request: Request) -> Response:
-    """Metrics in Prometheus' text format. Those of a model are present once it is loaded."""
+    """Return the metrics in Prometheus' text format. Those of a model are present once it is loaded."""
     state: ServerState = request.app.state.server
     engines = None
     if state.models is not None:

@@ -1,8 +1,11 @@
-"""Reading requests: their JSON body, the meaning of its fields, and the sampling parameters.
+"""Reads requests: the JSON body, the meaning of its fields, and the sampling parameters.
 
-A field is one of four: supported (typed in `request_schemas.py`), without effect (`NO_EFFECT`), known but not
-supported (`NEUTRAL`: accepted while null or neutral, else a 400 that names it), or unknown (accepted and
-named in the header `x-llaisys-ignored-fields`; a 400 with `--strict-fields`). Null means absent everywhere.
+There are four kinds of fields; null always means absent:
+
+- supported: typed in `request_schemas.py`.
+- without effect: `NO_EFFECT`.
+- known but not supported: `NEUTRAL`, accepted with null or a neutral value, otherwise a 400 that names it.
+- unknown: accepted and named in the header `x-llaisys-ignored-fields`; a 400 with `--strict-fields`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.async_llm import AsyncLLM
-from llaisys.body import Flaw, parse_body
+from llaisys.body import InvalidField, parse_body
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import ignored_headers
@@ -41,9 +44,9 @@ from llaisys.session_client import check_name
 def engine_of(
     request: Request, body: OpenRequest, neutral: Mapping[str, tuple[Any, ...]]
 ) -> tuple[AsyncLLM, dict[str, str]]:
-    """Return the model that a body names, and the headers that name its ignored fields.
+    """Return the model that a body names, and the headers that name ignored fields.
 
-    `neutral`: fields that are known and not supported, each with its accepted values. Raises as
+    `neutral`: known but unsupported fields with their accepted values. Raises the errors of
     `ServerState.serving` and `ignored_fields`.
     """
     state = state_of(request)
@@ -57,9 +60,9 @@ def served_name(engine: AsyncLLM, model: str | None) -> str:
 
 
 def text_of(where: str, value: Any) -> str:
-    """Return `value` if it is text that can be encoded. Raises RejectedError naming `where`.
+    """Return `value` if it is a string that can be encoded. Raises RejectedError naming `where`.
 
-    A JSON escape can contain half a surrogate pair, which no tokenizer and no response can represent.
+    A JSON escape can contain half of a surrogate pair, which no tokenizer and no response can represent.
     """
     if not isinstance(value, str):
         raise RejectedError(f"{where} must be a string", param=where)
@@ -67,17 +70,17 @@ def text_of(where: str, value: Any) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise RejectedError(
-            f"{where} contains half a surrogate pair, which is not text", param=where
+            f"{where} contains half of a surrogate pair, which is not valid text", param=where
         ) from None
     return value
 
 
 IGNORED_NAMES_MAX = 64
-# Choices of one prompt over HTTP.
+# Maximum choices of one prompt over HTTP.
 N_MAX = 8
 PRIORITY_MAX = 2**31 - 1
 
-# Hints and metadata of OpenAI's platform; a response is the same with and without them.
+# Hints and metadata of OpenAI's platform, which do not change a response.
 NO_EFFECT = frozenset(
     {
         "user",
@@ -89,12 +92,12 @@ NO_EFFECT = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "stream_options.include_obfuscation",
-        # Special tokens never have spaces between them here, as in vLLM with a fast tokenizer.
+        # As in vLLM with a fast tokenizer, special tokens never have spaces between them.
         "spaces_between_special_tokens",
     }
 )
 
-# In OpenAI's or vLLM's API and not supported: field -> values without effect (null is always accepted).
+# Unsupported fields of OpenAI's or vLLM's API -> values without effect (null is always accepted).
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -158,7 +161,7 @@ TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
-    """Where a stream reports its usage: in a chunk before `[DONE]`, and in every chunk."""
+    """Where a stream reports its usage: in a chunk before `[DONE]`, or in every chunk."""
 
     at_end: bool
     in_every_chunk: bool
@@ -166,11 +169,12 @@ class UsageOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """The parts and format of a response, as requested.
+    """The requested parts and format of a response.
 
-    - `n`: choices of each prompt. `n_top`: best candidates for each token with logprobs, else None.
-    - `token_ids`: include those of prompt and completion. `ids_as_tokens`: logprobs name a token by its id.
-    - `prompt_logprobs`: include them. `echo`: begin with the prompt. `stream`: as server-sent events.
+    - `n`: choices of each prompt. `n_top`: number of best candidates per token with logprobs; None without.
+    - `token_ids`: include the ids of prompt and completion. `ids_as_tokens`: logprobs have ids instead of
+      texts.
+    - `prompt_logprobs`: include them. `echo`: begin with the prompt. `stream`: send server-sent events.
     """
 
     usage: UsageOptions
@@ -184,7 +188,7 @@ class ResponseOptions:
 
 
 def response_options(request: GenerationRequest, params: SamplingParams) -> ResponseOptions:
-    """Return the options. Raises RejectedError for those that need, or exclude, a stream."""
+    """Return the response options. Raises RejectedError for options that need or exclude a stream."""
     if request.stream and request.prompt_logprobs is not None:
         raise RejectedError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
     return ResponseOptions(
@@ -204,10 +208,10 @@ def engine_options(
     client_id: str,
     sharing: Literal["per-key", "all"] = "per-key",
 ) -> dict[str, Any]:
-    """Return the engine's arguments besides prompt and sampling. Raises RejectedError.
+    """Return the engine's arguments other than prompt and sampling parameters. Raises RejectedError.
 
-    `sharing`: of cached prefixes. With keys (`client_id` is not empty) no client can be scheduled before the
-    others: it can only lower a priority, with a number above 0.
+    `sharing`: the clients that share cached prefixes. With keys (`client_id` is not empty), a client can only
+    lower its priority, with a number above 0.
     """
     priority, salt = request.priority or 0, request.cache_salt or ""
     first = 0 if client_id else -PRIORITY_MAX
@@ -231,7 +235,7 @@ def engine_options(
 
 
 def usage_options(request: GenerationRequest) -> UsageOptions:
-    """Return the options. Raises RejectedError for stream_options without stream."""
+    """Return the usage options. Raises RejectedError for stream_options without stream."""
     options = request.stream_options
     if options is None:
         return UsageOptions(False, False)
@@ -243,7 +247,7 @@ def usage_options(request: GenerationRequest) -> UsageOptions:
 def ignored_fields(request: BaseModel, neutral: Mapping[str, tuple[Any, ...]], strict: bool) -> list[str]:
     """Return the names of unknown fields, up to 64.
 
-    Raises UnsupportedError for a known field with a value that has an effect, and ApiError for an unknown
+    Raises UnsupportedError for an unsupported field whose value has an effect, and ApiError for an unknown
     field if `strict`.
     """
     extra = dict(request.model_extra or {})
@@ -268,12 +272,12 @@ def _unsupported_text(name: str, neutral: tuple[Any, ...]) -> str:
 
 
 def _printable(name: str) -> str:
-    """Return a client's field name, made safe for a header and a log line."""
+    """Return a client's field name in a form that is safe in a header and a log line."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64])
     return safe or "?"
 
 
-# Sampling fields whose name and meaning are the same in the request and in SamplingParams.
+# Sampling fields with the same name and meaning in requests and in SamplingParams.
 _SAME = (
     "min_tokens",
     "temperature",
@@ -301,8 +305,11 @@ _SAME = (
 def sampling_params(
     request: GenerationRequest, defaults: Mapping[str, Any], max_tokens: int | None
 ) -> SamplingParams:
-    """Return the request's values over the model's defaults over vLLM's. `max_tokens`: the endpoint's
-    default."""
+    """Return the sampling parameters. Precedence: the request's values, the model's defaults, vLLM's
+    defaults.
+
+    `max_tokens`: the default of the endpoint.
+    """
     values: dict[str, Any] = dict(defaults)
     values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}
@@ -328,7 +335,7 @@ def sampling_params(
                 values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
             if request.best_of is not None and request.best_of != (request.n or 1):
                 raise UnsupportedError(
-                    f"best_of is {request.best_of}: only {request.n or 1}, the value of n, is served",
+                    f"best_of is {request.best_of}: only {request.n or 1}, the value of n, is supported",
                     param="best_of",
                 )
     try:
@@ -353,13 +360,13 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
         raise RejectedError("logit_bias has a key that is not a token id", param="logit_bias") from None
 
 
-# Up to this size parsing takes 1 ms (10 ms in the worst case); sending to a process takes 0.2 ms and a
-# thread.
+# Bodies up to this size are parsed on the event loop, in 1 ms (10 ms in the worst case). Larger ones are sent
+# to a worker process, which costs 0.2 ms and a thread.
 INLINE_BYTES_MAX = 64 << 10
-# Characters of a name chosen by the client that an error shows.
+# Maximum characters of a client's field name in an error.
 NAME_CHARS_MAX = 64
 
-# Fields of several types: what they may be, in place of pydantic's error for the first type tried.
+# Error texts of fields with several types, in place of pydantic's error for the first type that it tried.
 UNIONS = {
     "stop": "must be a string or a list of strings",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
@@ -379,29 +386,32 @@ class BodyRequest(Request):
     model: str | None = None
 
     async def json(self) -> Any:
-        """Return the value. Raises json.JSONDecodeError, or ApiError for a body that is not JSON, exceeds a
-        bound, or is large and invalid."""
+        """Return the value of the body.
+
+        Raises json.JSONDecodeError, or ApiError for a body that is not JSON, exceeds a bound, or is large and
+        invalid.
+        """
         if not hasattr(self, "_json"):
             raw = await self.body()
             try:
-                flaw = None
+                invalid = None
                 if len(raw) <= INLINE_BYTES_MAX:
                     self._json = parse_body(raw)
                 else:
-                    self._json, flaw = await state_of(self).registry().read_body(raw, self.model)
+                    self._json, invalid = await state_of(self).registry().read_body(raw, self.model)
             except LlaisysError as e:
                 raise to_api_error(e, self.state.request_id) from e
             except json.JSONDecodeError:
                 raise
             except (ValueError, RecursionError):
                 raise ApiError(400, "The request cannot be read.", code="invalid_request") from None
-            if flaw is not None:
-                raise field_error(flaw)
+            if invalid is not None:
+                raise field_error(invalid)
         return self._json
 
 
 class BodyRoute(APIRoute):
-    """A route that reads a JSON body. Every POST, PUT and PATCH has this class, verified by a test."""
+    """A route that reads a JSON body. A test verifies that every POST, PUT and PATCH has this class."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Use BodyRequest, as FastAPI documents it for custom request classes."""
@@ -417,12 +427,12 @@ class BodyRoute(APIRoute):
         return handle_body
 
 
-def field_error(flaw: Flaw) -> ApiError:
-    """Return the error of a field, its place written as `messages[0].role`."""
-    path, kind, message = flaw
+def field_error(invalid: InvalidField) -> ApiError:
+    """Return the error for an invalid field. Its path has the form `messages[0].role`."""
+    path, kind, message = invalid
     if not path and kind != "too_long":
         return ApiError(400, "The body must be a JSON object, sent as application/json.", code="invalid_body")
-    if path and str(path[0]) in UNIONS:  # the rest of pydantic's path names the types it tried
+    if path and str(path[0]) in UNIONS:  # the rest of pydantic's path has the types that it tried
         path = path[:1]
         if kind not in ("missing", "too_long"):
             message = UNIONS[str(path[0])]
@@ -436,12 +446,17 @@ def field_error(flaw: Flaw) -> ApiError:
 
 
 def cache_salt(client_id: str, salt: str, sharing: Literal["per-key", "all"]) -> str:
-    """Return the salt of a request's cached prefixes. With keys, and unless all clients share prefixes,
-    clients have different salts, whatever `salt` they send. A client's name contains no `/`."""
+    """Return the salt of a request's cached prefixes.
+
+    With keys, and unless all clients share prefixes, each client has different salts for any `salt` that it
+    sends. A client's name contains no `/`.
+    """
     return f"{client_id}/{salt}" if client_id and sharing == "per-key" else salt
 
 
 def engine_id(client_id: str, id: str) -> str:
-    """Return the engine's id of a client's request, which no other client's request can have. Neither a
-    client's name nor a request id contains `/`."""
+    """Return the engine's id of a client's request, which is different from those of other clients.
+
+    Neither a client's name nor a request id contains `/`.
+    """
     return f"{client_id}/{id}" if client_id else id

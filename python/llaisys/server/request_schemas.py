@@ -1,7 +1,7 @@
-"""The schemas of request bodies: strict types, with a bound for each list and object.
+"""The pydantic schemas of request bodies: strict types, with a bound for each list and object.
 
-A tokenizer worker validates large bodies and imports this module by its name, so it imports nothing else of
-the server.
+A tokenizer worker imports this module by its name to validate large bodies. So this module imports no other
+module of the server.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from llaisys.body import VALUES_MAX
 from llaisys.sampling_params import ALLOWED_IDS_MAX, BAD_WORDS_MAX, STOP_IDS_MAX, STOP_STRINGS_MAX, TOKENS_MAX
 from llaisys.session_info import SESSION_NAME_PATTERN
 
-# Fields of one object, unknown ones included.
+# Maximum fields of one object, including unknown ones.
 FIELDS_MAX = 1024
 MESSAGES_MAX = 2048
 TOOLS_MAX = 128
 LOGIT_BIAS_MAX = 300
-# All choices of a grammar together have up to 64 KiB.
+# All choices of a grammar together may have up to 64 KiB.
 CHOICES_MAX = 1 << 14
 CACHE_SALT_CHARS_MAX = 256
 REVISION_MAX = 2**53 - 1
@@ -45,14 +45,16 @@ def _check_length(value: Any, most: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
-    """Bounds a list or an object to `n` entries. They are counted before any is validated, and a list is
-    validated up to the first wrong one."""
+class MaxEntries:
+    """Bounds a list or an object to `n` entries, counted before validation.
+
+    A list is validated up to its first invalid entry.
+    """
 
     n: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Apply the bound, as pydantic documents it for metadata."""
+        """Apply the bound (pydantic's protocol for metadata)."""
         inner: Any = handler(source)
         inner["max_length"] = self.n
         if inner["type"] == "list":
@@ -63,13 +65,13 @@ class Most:
         return _check_length(value, self.n)
 
 
-Object = Annotated[dict[str, Any], Most(FIELDS_MAX)]
-Messages = Annotated[list[Object], Most(MESSAGES_MAX)]
-Tools = Annotated[list[Object], Most(TOOLS_MAX)]
+Object = Annotated[dict[str, Any], MaxEntries(FIELDS_MAX)]
+Messages = Annotated[list[Object], MaxEntries(MESSAGES_MAX)]
+Tools = Annotated[list[Object], MaxEntries(TOOLS_MAX)]
 
 
 class Body(BaseModel):
-    """An object of at most FIELDS_MAX fields, which are counted first."""
+    """An object with at most FIELDS_MAX fields, counted before validation."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -82,14 +84,14 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Add the bound to the schema."""
+        """Add the bound to the JSON schema."""
         made = handler(schema)
         handler.resolve_ref_schema(made)["maxProperties"] = FIELDS_MAX
         return made
 
 
 class StreamOptions(Body):
-    """`stream_options`: usage in a last chunk of its own, or in every chunk."""
+    """`stream_options`: usage in an additional last chunk, or in every chunk."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -98,7 +100,7 @@ class StreamOptions(Body):
 
 
 class OpenRequest(Body):
-    """A body whose unknown fields are checked by `ignored_fields`."""
+    """A body whose unknown fields `ignored_fields` checks."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -106,7 +108,7 @@ class OpenRequest(Body):
 
 
 class GenerationRequest(OpenRequest):
-    """The fields that both endpoints share. Ranges are checked once, by SamplingParams."""
+    """The fields that both generation endpoints share. SamplingParams checks the ranges."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -120,10 +122,10 @@ class GenerationRequest(OpenRequest):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Most(LOGIT_BIAS_MAX)] | None = None
+    logit_bias: Annotated[dict[str, float], MaxEntries(LOGIT_BIAS_MAX)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Most(STOP_STRINGS_MAX)] | None = None
-    stop_token_ids: Annotated[list[int], Most(STOP_IDS_MAX)] | None = None
+    stop: str | Annotated[list[str], MaxEntries(STOP_STRINGS_MAX)] | None = None
+    stop_token_ids: Annotated[list[int], MaxEntries(STOP_IDS_MAX)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -131,11 +133,11 @@ class GenerationRequest(OpenRequest):
     structured_outputs: Object | None = None
     guided_json: str | Object | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Most(CHOICES_MAX)] | None = None
+    guided_choice: Annotated[list[str], MaxEntries(CHOICES_MAX)] | None = None
     guided_grammar: str | None = None
     n: int | None = None
-    allowed_token_ids: Annotated[list[int], Most(ALLOWED_IDS_MAX)] | None = None
-    bad_words: Annotated[list[str], Most(BAD_WORDS_MAX)] | None = None
+    allowed_token_ids: Annotated[list[int], MaxEntries(ALLOWED_IDS_MAX)] | None = None
+    bad_words: Annotated[list[str], MaxEntries(BAD_WORDS_MAX)] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
@@ -177,7 +179,7 @@ class CompletionRequest(GenerationRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE_COMPLETION]})
 
-    prompt: str | Annotated[list[Any], Most(VALUES_MAX)]
+    prompt: str | Annotated[list[Any], MaxEntries(VALUES_MAX)]
     logprobs: int | None = None
     best_of: int | None = None
 
@@ -187,7 +189,7 @@ class EmbeddingRequest(OpenRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]})
 
-    input: str | Annotated[list[Any], Most(VALUES_MAX)]
+    input: str | Annotated[list[Any], MaxEntries(VALUES_MAX)]
     encoding_format: str | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -198,7 +200,7 @@ class EmbeddingRequest(OpenRequest):
 
 
 class TokenizeRequest(OpenRequest):
-    """POST /tokenize: a `prompt` or a chat's `messages`; the other fields but two belong to a chat."""
+    """POST /tokenize: a `prompt` or a chat's `messages`. Most other fields apply to a chat only."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Gravity is"}]})
 
@@ -217,11 +219,11 @@ class DetokenizeRequest(OpenRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
 
-    tokens: Annotated[list[int], Most(VALUES_MAX)]
+    tokens: Annotated[list[int], MaxEntries(VALUES_MAX)]
 
 
 class ChatWrite(Body):
-    """PUT /v1/chats/{id}. `base`: the revision that the chat was read at; 0 makes a new one."""
+    """PUT /v1/chats/{id}. `base`: the revision at which the chat was read; 0 creates a new chat."""
 
     base: int = Field(ge=0, le=REVISION_MAX)
     chat: Object
@@ -242,26 +244,26 @@ class SessionCreate(_SessionBody):
 
 
 class SessionFork(_SessionBody):
-    """POST /v1/sessions/{id}/fork. `n_tokens`: how many of its first tokens the new one has; null: all."""
+    """POST /v1/sessions/{id}/fork. `n_tokens`: number of leading tokens of the new session; null: all."""
 
     session_id: SessionName
     n_tokens: NumTokens | None = None
 
 
 class SessionTrim(_SessionBody):
-    """POST /v1/sessions/{id}/trim. `n_tokens`: how many of its first tokens stay."""
+    """POST /v1/sessions/{id}/trim. `n_tokens`: number of leading tokens to keep."""
 
     n_tokens: NumTokens
 
 
 class SessionSave(_SessionBody):
-    """POST /v1/sessions/{id}/save. `file`: a plain name in the key's folder of `--session-store`."""
+    """POST /v1/sessions/{id}/save. `file`: a file name in the key's folder of `--session-store`."""
 
     file: SessionName
 
 
 class SessionRestore(_SessionBody):
-    """POST /v1/sessions/{id}/restore. `cache_salt`: of the requests that share the restored prefix."""
+    """POST /v1/sessions/{id}/restore. `cache_salt`: the salt of requests that share the restored prefix."""
 
     file: SessionName
     cache_salt: Annotated[str, StringConstraints(max_length=CACHE_SALT_CHARS_MAX)] = ""

@@ -1,7 +1,7 @@
-"""Responses that are not streamed: collected as JSON, counted, and sent in pieces.
+"""Bodies of responses that are not streamed: collected as JSON, counted, and sent in pieces.
 
-Other tasks run between two pieces, and sending waits for a slow client. A response is kept as JSON until its
-end: its bytes can be counted, and take a tenth of the memory of the values.
+Other tasks run between two pieces, and sending waits for a slow client. A response is collected as JSON,
+because JSON can be counted and takes a tenth of the memory of Python objects.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from llaisys.server.http_errors import to_json
 from llaisys.shares import Shares
 
 PIECE_BYTES = 64 << 10
-# Numbers or token texts of a list that are serialized at a time.
+# Maximum numbers or token texts that are serialized at a time.
 SLICE_ITEMS = 8192
 Part: TypeAlias = bytes | bytearray
 
 
 class JsonList:
-    """The inside of a JSON list that grows."""
+    """The content of a growing JSON list."""
 
     def __init__(self) -> None:
         self.data = bytearray()
 
     def extend(self, values: Sequence[Any]) -> int:
-        """Add values; return the bytes that the response has grown by."""
+        """Add values; return by how many bytes the response has grown."""
         before = len(self.data)
         if values:
             if self.data:
@@ -41,13 +41,13 @@ class JsonList:
 
 
 class JsonText:
-    """The inside of a JSON string that grows."""
+    """The content of a growing JSON string."""
 
     def __init__(self) -> None:
         self.data = bytearray()
 
     def add(self, text: str) -> int:
-        """Add a text; return the bytes that the response has grown by."""
+        """Add a text; return by how many bytes the response has grown."""
         before = len(self.data)
         self.data += to_json(text)[1:-1]
         return len(self.data) - before
@@ -57,44 +57,46 @@ class ResponseBytes:
     """Counts the bytes of all open responses that are not streamed. Event loop only."""
 
     def __init__(self, bytes_max: int, bytes_in_flight_max: int, n_clients: int = 1) -> None:
-        """`bytes_max`: of one response. `bytes_in_flight_max`: of all, of which each client has a share."""
+        """`bytes_max`: limit of one response. `bytes_in_flight_max`: limit of all; each client has a
+        share."""
         self.bytes_max = bytes_max
         self._shares = Shares(bytes_in_flight_max, n_clients)
-        self._held: Counter[str] = Counter()
+        self._bytes_by_client: Counter[str] = Counter()
 
     @property
     def n_in_flight(self) -> int:
         """Return the bytes of all responses."""
-        return self._held.total()
+        return self._bytes_by_client.total()
 
     def add(self, n_bytes: int, n_before: int, client_id: str = "") -> None:
-        """Count further bytes of a client's response that has `n_before`.
+        """Count further bytes of a client's response that has `n_before` bytes.
 
-        Raises RejectedError if the response becomes too large, ExhaustedError if all responses, or all of the
-        client, do.
+        Raises RejectedError if the response becomes too large, ExhaustedError if all responses or those of
+        the client become too large.
         """
         if n_before + n_bytes > self.bytes_max:
             raise RejectedError(
                 f"the response has more than {self.bytes_max} bytes (max_response_bytes): request fewer "
                 "tokens, choices or logprobs, or set stream"
             )
-        if not self._shares.allows(self._held, client_id, n_bytes):
+        if not self._shares.allows(self._bytes_by_client, client_id, n_bytes):
             raise ExhaustedError(
                 f"the responses of all requests have more than {self._shares.bound} bytes, "
-                f"or those of one client more than {self._shares.most} "
+                f"or those of one client more than {self._shares.maximum} "
                 "(max_response_bytes_in_flight): try again in a moment, or set stream"
             )
-        self._held[client_id] += n_bytes
+        self._bytes_by_client[client_id] += n_bytes
 
     def remove(self, n_bytes: int, client_id: str = "") -> None:
-        """Stop counting a client's response of `n_bytes`: it was sent or dropped."""
-        self._held[client_id] -= n_bytes
-        if not self._held[client_id]:
-            del self._held[client_id]
+        """Stop counting a client's response of `n_bytes` that was sent or dropped."""
+        self._bytes_by_client[client_id] -= n_bytes
+        if not self._bytes_by_client[client_id]:
+            del self._bytes_by_client[client_id]
 
 
 async def send_parts(send: Send, headers: Mapping[str, str], parts: Sequence[Part]) -> None:
-    """Send a JSON response with status 200. Each piece waits until the client has read most of the others."""
+    """Send a JSON response with status 200. Each piece waits until the client has read most previous
+    pieces."""
     n_left = sum(map(len, parts))
     headers = {"content-type": "application/json", "content-length": str(n_left), **headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
@@ -106,7 +108,7 @@ async def send_parts(send: Send, headers: Mapping[str, str], parts: Sequence[Par
 
 
 def pieces(parts: Sequence[Part]) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of one to two times PIECE_BYTES; the last may be smaller."""
+    """Yield the bytes in pieces of one to two times PIECE_BYTES; the last may be smaller."""
     piece = bytearray()
     for part in parts:
         for at in range(0, len(part), PIECE_BYTES):
@@ -119,7 +121,7 @@ def pieces(parts: Sequence[Part]) -> Iterator[bytes]:
 
 
 async def json_list(values: Sequence[Any]) -> bytearray:
-    """Return the inside of a JSON list of numbers or short texts; yields to other tasks in between."""
+    """Return the content of a JSON list of numbers or short texts. Yields to other tasks in between."""
     made = JsonList()
     for at in range(0, len(values), SLICE_ITEMS):
         made.extend(values[at : at + SLICE_ITEMS])
@@ -128,7 +130,7 @@ async def json_list(values: Sequence[Any]) -> bytearray:
 
 
 async def json_string(text: str) -> bytearray:
-    """Return the inside of a JSON string; yields to other tasks in between."""
+    """Return the content of a JSON string. Yields to other tasks in between."""
     made = JsonText()
     for at in range(0, len(text), PIECE_BYTES):
         made.add(text[at : at + PIECE_BYTES])
@@ -137,7 +139,7 @@ async def json_string(text: str) -> bytearray:
 
 
 class JsonParts(Response):
-    """A JSON response of given parts."""
+    """A JSON response from parts."""
 
     def __init__(self, parts: Sequence[Part], headers: Mapping[str, str]) -> None:
         super().__init__()
@@ -152,12 +154,12 @@ class JsonParts(Response):
 Json: TypeAlias = dict[str, Any]
 LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 TEXTS = ("content", "reasoning", "reasoning_content")
-# Bytes of a choice without its lists and texts: names, brackets, reasons.
+# Bytes of a choice without its lists and texts: names, brackets and reasons.
 CHOICE_BYTES = 256
 
 
 class TextChoiceBuilder:
-    """A choice of a completion: texts, ids and logprobs concatenated, the end from the last chunk."""
+    """Builds a choice of a completion from its chunks: texts, ids and logprobs concatenated, the last end."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -191,7 +193,7 @@ class TextChoiceBuilder:
 
 
 class ChatChoiceBuilder:
-    """A choice of a chat: its deltas as one message. Content is null if there is only reasoning or tool
+    """Builds a choice of a chat: its deltas as one message. Content is null for only reasoning or tool
     calls."""
 
     def __init__(self, index: int) -> None:

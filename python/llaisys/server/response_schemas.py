@@ -1,6 +1,6 @@
-"""The schemas of responses, for the served OpenAPI document.
+"""The pydantic schemas of responses, for the OpenAPI document.
 
-The routes build their responses themselves; schemathesis checks these schemas against real responses
+The routes build their responses without these classes. schemathesis checks the schemas against real responses
 (tests/e2e/test_openapi.py). A field without a default is always present.
 """
 
@@ -35,7 +35,7 @@ class UsageAnswer(_Schema):
 
 
 class TokenCandidate(_Schema):
-    """`bytes` is null if the token is a part of a character."""
+    """A candidate token. `bytes` is null if the token is a part of a character."""
 
     token: str
     logprob: float
@@ -49,7 +49,7 @@ class TokenLogprob(TokenCandidate):
 
 
 class ChatLogprobs(_Schema):
-    """One entry for each token."""
+    """One entry per token."""
 
     content: list[TokenLogprob]
 
@@ -82,7 +82,7 @@ class ToolCall(_Schema):
 
 
 class ChatMessage(_Schema):
-    """`content` is null if there is only reasoning or tool calls."""
+    """An assistant message. `content` is null if there is only reasoning or tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -93,7 +93,7 @@ class ChatMessage(_Schema):
 
 
 class ChatChoice(_Schema):
-    """One choice. `token_ids`: with `return_token_ids`."""
+    """One choice. `token_ids` is present with `return_token_ids`."""
 
     index: int
     message: ChatMessage
@@ -104,7 +104,7 @@ class ChatChoice(_Schema):
 
 
 class ChatCompletion(_Schema):
-    """A chat completion. Its last two fields: with `prompt_logprobs` and `return_token_ids`."""
+    """A chat completion. The last two fields are present with `prompt_logprobs` and `return_token_ids`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -127,7 +127,7 @@ class CompletionLogprobsAnswer(_Schema):
 
 
 class CompletionChoice(_Schema):
-    """The choice `i` of the prompt `p` has the index `p * n + i`."""
+    """One choice. Choice `i` of prompt `p` has the index `p * n + i`."""
 
     index: int
     text: str
@@ -140,7 +140,7 @@ class CompletionChoice(_Schema):
 
 
 class Completion(_Schema):
-    """The choices of all prompts."""
+    """A text completion, with the choices of all prompts."""
 
     id: str
     object: Literal["text_completion"]
@@ -196,7 +196,7 @@ class ModelList(_Schema):
 
 
 class Tokens(_Schema):
-    """Token ids of a prompt. `token_strs`: with `return_token_strs`."""
+    """Token ids of a prompt. `token_strs` is present with `return_token_strs`."""
 
     count: int
     max_model_len: int
@@ -219,7 +219,7 @@ class ChatChange(_Schema):
 
 
 class ChatChanges(_Schema):
-    """Changes, oldest first. `store` is null if the server keeps no chats."""
+    """Changes, oldest first. `store` is null if the server has no chat store."""
 
     object: Literal["list"]
     store: str | None
@@ -228,7 +228,7 @@ class ChatChanges(_Schema):
 
 
 class StoredChat(_Schema):
-    """A chat of the web UI, as it was written."""
+    """A chat of the web UI, unchanged as it was written."""
 
     id: str
     revision: int
@@ -243,13 +243,13 @@ class ChatWritten(_Schema):
 
 
 class ProbeAnswer(_Schema):
-    """A probe's 200."""
+    """The 200 of a probe."""
 
     status: Literal["ok"]
 
 
 class UnavailableAnswer(_Schema):
-    """A probe's 503; `error` says why: `model_loading`, `shutting_down` or `engine_dead`."""
+    """The 503 of a probe. The code of `error` is `model_loading`, `shutting_down` or `engine_dead`."""
 
     status: Literal["unavailable"]
     error: ErrorDetail
@@ -262,7 +262,7 @@ class VersionAnswer(_Schema):
 
 
 def one_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return a 200 that is one object, or with `stream` server-sent events."""
+    """Return the schema of a 200: one object, or server-sent events with `stream`."""
     frame = {
         "type": "object",
         "description": "each event: `data` is a chunk as JSON, and `[DONE]` in the last one",
@@ -273,5 +273,5 @@ def one_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def text_of_type(media_type: str) -> dict[int | str, dict[str, Any]]:
-    """Return a 200 that is text of this type."""
+    """Return the schema of a 200 with text of this media type."""
     return {200: {"content": {media_type: {"schema": {"type": "string"}}}}}

@@ -1,4 +1,4 @@
-"""The state that routes share, and the registry of open requests. Event loop only; set by `lifecycle.py`."""
+"""ServerState: what routes share, and RequestRegistry: the open requests. Event loop only."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ N_ENDED_MAX = 1024
 class RequestEntry:
     """One HTTP request for a completion.
 
-    - `id`: its id over HTTP, unique among the requests of `client_id`, the name of the key that sent it.
+    - `id`: its id over HTTP, unique among the requests of `client_id` (the name of the sender's key).
     - `request_ids`: the engine's requests for it, one for each prompt, with `n` choices each.
-    - `cancel`: ends it; None once it has ended. `opened_s`: by `time.monotonic`.
+    - `cancel`: cancels it; None once it has ended. `opened_s`: `time.monotonic` seconds.
     """
 
     id: str
@@ -51,7 +51,7 @@ class RequestEntry:
 
 
 class RequestRegistry:
-    """All open requests and the newest `N_ENDED_MAX` ended ones, so that they can be cancelled and inspected.
+    """All open requests and the newest `N_ENDED_MAX` ended ones, for cancellation and timelines.
 
     Invariant: the ids of one client are unique.
     """
@@ -93,7 +93,7 @@ class RequestRegistry:
         return entry
 
     def name(self, request_id: RequestId, client_id: str) -> str:
-        """Return how a client sees an engine request: its HTTP id if it is the client's own, else `other`."""
+        """Return the HTTP id of an engine request if it is the client's, otherwise `other`."""
         entry = self._by_request.get(request_id)
         return entry.id if entry is not None and entry.client_id == client_id else "other"
 
@@ -107,14 +107,14 @@ class RequestRegistry:
 
 @dataclass(slots=True)
 class ServerState:
-    """The server's phase (loading, serving, draining) and what its routes share.
+    """The server's phase (loading, serving, draining) and the objects that its routes share.
 
     - `keys`: the accepted keys, by default those of `config`.
-    - `models`: None while loading; set once, when the preloaded models are in memory.
-    - `chats`: the web UI's chats, None without `--chat-store`.
+    - `models`: None while loading; set once, when the preloaded models are loaded.
+    - `chats`: the web UI's chats; None without `--chat-store`.
     - `requests`: open and recently ended requests.
-    - `draining`: set once, at the first signal; new requests get 503 from then on.
-    - `tracer`: sends traces, None without `--otlp-traces-endpoint`.
+    - `draining`: set once, at the first signal; new requests then get 503.
+    - `tracer`: sends traces; None without `--otlp-traces-endpoint`.
     - `response_bytes`: counts the bytes of responses that are not streamed.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
@@ -138,7 +138,7 @@ class ServerState:
         )
 
     def registry(self) -> ModelRegistry:
-        """Return the models. Raises ApiError (503) while loading or draining, and if every engine is dead."""
+        """The models. Raises ApiError (503) while loading or draining, and if every engine is dead."""
         if self.draining:
             raise shutting_down()
         if self.models is None:
@@ -148,7 +148,7 @@ class ServerState:
         return self.models
 
     def serving(self, model: str | None) -> AsyncLLM:
-        """Return the model of a name; None, empty and `default` mean the first. Raises ApiError (404 or
+        """Return the model with a name; None, empty and `default` mean the first. Raises ApiError (404,
         503)."""
         service = self.registry().find(model)
         if service is None:
@@ -158,12 +158,12 @@ class ServerState:
         return service
 
     def refusal(self, client_id: str) -> QueueFullError | None:
-        """Return why no model would queue a request of this client, or None if one might, or would answer
+        """Return the error if no model would queue a request of this client; None if one may or responds
         503."""
         return None if self.draining or self.models is None else self.models.refusal(client_id)
 
     def unavailable(self) -> ApiError | None:
-        """Return the 503 of `/health` and `/ready` (draining, loading, dead engine), or None if all models
+        """Return the 503 of `/health` and `/ready` (draining, loading, dead engine); None if all models
         serve."""
         if self.draining:
             return shutting_down()
@@ -172,7 +172,7 @@ class ServerState:
         return None if self.models.is_ready() else engine_dead()
 
     def wire_error(self, error: Exception, request_id: str) -> ApiError:
-        """Return the error as the client receives it. An engine that ends while draining is a shutdown."""
+        """Return the error as the client receives it. The end of an engine during a drain is a shutdown."""
         if self.draining and isinstance(error, EngineDeadError):
             return shutting_down()
         return to_api_error(error, request_id)

@@ -1,4 +1,4 @@
-"""The response of one generation: streamed as server-sent events, or collected into one JSON object."""
+"""CompletionResponse: the response of a generation, as server-sent events or as one JSON object."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _Item: TypeAlias = RequestOutput | Exception | None
 async def merge_streams(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the stream, delta) as deltas arrive; each stream keeps its order.
 
-    The first error ends all streams. Closing this iterator closes every stream, which cancels its request,
-    before it returns.
+    The first error ends all streams. Closing this iterator closes every stream, which cancels their requests.
     """
     if len(streams) == 1:
         async with _closing(streams[0]) as deltas:
@@ -55,7 +54,7 @@ async def merge_streams(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, 
 
 
 async def _pump(index: int, stream: Deltas, queue: asyncio.Queue[tuple[int, _Item]]) -> None:
-    """Put a stream's deltas into the queue, then its error, or None at a normal end; nothing if cancelled."""
+    """Put a stream's deltas into the queue, then its error, or None at a normal end; nothing if canceled."""
     end: Exception | None = None
     try:
         async with _closing(stream) as deltas:
@@ -67,8 +66,7 @@ async def _pump(index: int, stream: Deltas, queue: asyncio.Queue[tuple[int, _Ite
 
 
 def _closing(stream: Deltas) -> aclosing[AsyncGenerator[RequestOutput, None]]:
-    """Return a context that closes the stream. `generate` is a generator, and closing it cancels the
-    request."""
+    """Return a context that closes the stream at its end, which cancels the request."""
     return aclosing(cast("AsyncGenerator[RequestOutput, None]", stream))
 
 
@@ -85,16 +83,16 @@ PING = b": ping\n\n"
 
 
 class SseWriter:
-    """Writes frames to one client. Two tasks use it: the one that streams, and the one that sends pings.
+    """Writes frames to one client. Two tasks use it: the stream's task, and the task that sends pings.
 
     Each stream has one writer and exactly one terminator, after which no byte is sent. The terminator is an
-    outcome frame (a `finish_reason` or an error) and `data: [DONE]`. The headers wait for the first frame or
-    the first error, up to HEADERS_WAIT_S, so that the status is true.
+    outcome frame (a `finish_reason` or an error) and `data: [DONE]`. The headers wait up to HEADERS_WAIT_S
+    seconds for the first frame or error, so that the status is correct.
 
     - `opening`: frames to send with the headers.
-    - `on_stall`: called when a write has been blocked for `stall_s`. The client has stopped reading, and its
-      stream would keep KV cells.
-    - States: unsent -> open -> closed. A lock makes each transition atomic with the bytes it sends.
+    - `on_stall`: called when a write has been blocked for `stall_s` seconds: the client has stopped reading,
+      and its stream would keep KV cells.
+    - States: unsent -> open -> closed. A lock makes each transition atomic with the bytes that it sends.
     """
 
     def __init__(
@@ -117,8 +115,10 @@ class SseWriter:
         self._last_sent_s = self._loop.time()
 
     async def frames(self, values: Iterable[Any]) -> None:
-        """Send one `data:` frame for each value, in one write if they are small. Large frames are built one
-        by one: the client reads one before the next is built."""
+        """Send one `data:` frame for each value, in one write if they are small.
+
+        Large frames are built one by one, each after the client has read the previous one.
+        """
         async with self._lock:
             await self._ensure_open()
             await self._write_frames(values)
@@ -130,7 +130,8 @@ class SseWriter:
             await self._write(_frames(values) + DONE, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Send the error: as the HTTP response if no header was sent, else as a frame and the terminator."""
+        """Send the error as the HTTP response if no header was sent, otherwise as a frame and the
+        terminator."""
         async with self._lock:
             if self._is_open:
                 await self._write(_frames([error.body()]) + DONE, more=False)
@@ -180,7 +181,7 @@ class SseWriter:
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             if more and len(data) > SMALL_BYTES:
-                # A send waits for the previous one, so this empty one returns once the client has read
+                # A send waits for the previous one, so this empty send returns once the client has read
                 # `data`.
                 await self._send({"type": "http.response.body", "body": b"", "more_body": True})
         finally:
@@ -198,10 +199,10 @@ log = logging.getLogger("llaisys.server")
 
 
 class CompletionResponse(Response):
-    """An ASGI response that reads `streams` to their end; a client that disconnects cancels them.
+    """An ASGI response that reads `streams` to their end; a disconnected client cancels them.
 
-    It owns the streams: all are closed, however it ends. An error before the first byte is a plain HTTP
-    error; after it, an error frame and `[DONE]`.
+    It owns the streams and always closes them. An error before the first byte is an HTTP error; later errors
+    are an error frame and `[DONE]`.
     """
 
     def __init__(
@@ -223,18 +224,17 @@ class CompletionResponse(Response):
         self.is_stream = False
 
     def as_stream(self) -> CompletionResponse:
-        """Send this response as server-sent events; return it."""
+        """Make this response server-sent events; return it."""
         self.is_stream = True
         return self
 
     def registered(self, entry: RequestEntry) -> CompletionResponse:
-        """List this response in the request registry while it is open, so that it can be
-        cancelled; return it."""
+        """Register this response in the request registry while it is open, for cancellation; return it."""
         self._entry = entry
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
-        """ASGI. The body was read before, so `receive` can only report that the client disconnected."""
+        """Send the response (ASGI). The body was read before, so `receive` only reports a disconnect."""
         if self._entry is None:
             await self._run(receive, send)
             return
@@ -242,7 +242,7 @@ class CompletionResponse(Response):
             await self._run(receive, send)
 
     def _cancel(self) -> None:
-        """Abort the engine's requests. Each ends within a step, and its end arrives as an output."""
+        """Abort the engine's requests. Each ends within a step with a last output."""
         assert self._entry is not None
         self._is_cancelled = True
         for request_id in self._entry.request_ids:
@@ -255,7 +255,7 @@ class CompletionResponse(Response):
         gone = asyncio.ensure_future(_client_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            # `receive` also reports "disconnect" after the last byte, before `work` has returned. A response
+            # `receive` also reports a disconnect after the last byte, before `work` has returned. A response
             # with an end reason was complete.
             if not work.done() and "end_reason" not in notes_of(self._request):
                 note(self._request, end_reason="client_gone")
@@ -291,7 +291,7 @@ class CompletionResponse(Response):
                     await writer.frames(self._build_chunks(index, delta))
             self._note_end()
             await writer.finish(self._builder.closing())
-        except Exception as e:  # noqa: BLE001 -- every end of a stream has a terminator
+        except Exception as e:  # noqa: BLE001 -- every stream must end with a terminator
             await writer.fail(self._wire_error(e))
         finally:
             keep_alive_task.cancel()
@@ -304,7 +304,7 @@ class CompletionResponse(Response):
                 async with aclosing(merge_streams(self._streams)) as deltas:
                     async for index, delta in deltas:
                         await self._collect_chunks(self._build_chunks(index, delta))
-            except Exception as e:  # noqa: BLE001 -- every response has a status
+            except Exception as e:  # noqa: BLE001 -- every response must have a status
                 await send_error(send, self._wire_error(e))
                 return
             self._note_end()
@@ -313,8 +313,7 @@ class CompletionResponse(Response):
             state_of(self._request).response_bytes.remove(self._n_bytes, client_id_of(self._request))
 
     async def _collect_chunks(self, chunks: Iterable[Json]) -> None:
-        """Add chunks to the collected response. Raises RejectedError or ExhaustedError once it is too
-        large."""
+        """Add chunks to the collected response. Raises RejectedError or ExhaustedError if it is too large."""
         counts, client_id = state_of(self._request).response_bytes, client_id_of(self._request)
         n_made = 0
         for chunk in chunks:
@@ -340,7 +339,7 @@ class CompletionResponse(Response):
     def _note_finish_reasons(self, chunks: Iterable[Json]) -> Iterator[Json]:
         """Yield the chunks and note their finish reasons."""
         for chunk in chunks:
-            for choice in chunk.get("choices", ()):  # an embedding has none
+            for choice in chunk.get("choices", ()):  # an embedding has no choices
                 if choice["finish_reason"]:
                     self._finish_reasons.add(choice["finish_reason"])
             yield chunk
@@ -350,13 +349,13 @@ class CompletionResponse(Response):
         note(self._request, end_reason=",".join(sorted(self._finish_reasons)))
 
     def _note_stall(self) -> None:
-        """Note that the client read nothing for `send_timeout_s`, unless the stream had ended before."""
+        """Note that the client read nothing for `send_timeout_s`, unless the stream has ended."""
         if "end_reason" not in notes_of(self._request):
             note(self._request, end_reason=SEND_TIMEOUT)
             state_of(self._request).metrics.count_error(SEND_TIMEOUT)
 
     def _wire_error(self, error: Exception) -> ApiError:
-        """Return the error as the client receives it. Notes and counts it, and logs it if it is a bug."""
+        """Note and count the error, and log it if it is a bug. Return it as the client receives it."""
         state = state_of(self._request)
         api_error = state.wire_error(error, request_id_of(self._request))
         if not isinstance(error, (LlaisysError, ApiError)):

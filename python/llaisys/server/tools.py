@@ -1,4 +1,4 @@
-"""Tools and structured outputs of a request, and the deltas of a choice in OpenAI's format."""
+"""Reads tools and structured outputs of a request, and builds the deltas of a choice in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.server.request_schemas import ChatCompletionRequest, GenerationRequest
 from llaisys.server.response_body import Json
 
-# vLLM's older names -> the field of `structured_outputs` that replaced them.
+# vLLM's older field names -> the fields of `structured_outputs` that replaced them.
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -36,7 +36,7 @@ class GrammarRequest:
 def grammar_of(body: GenerationRequest) -> GrammarRequest | None:
     """Return the request's grammar, if any. Raises RejectedError or UnsupportedError naming the field.
 
-    Fields are OpenAI's `response_format` and vLLM's; two that specify a grammar are rejected.
+    The fields are OpenAI's `response_format` and vLLM's fields; a request may set only one of them.
     """
     requests = [
         *_of_response_format(body.response_format),
@@ -57,7 +57,7 @@ def grammar_of(body: GenerationRequest) -> GrammarRequest | None:
 async def with_compiled_grammar(
     engine: AsyncLLM, params: SamplingParams, grammar_request: GrammarRequest | None, client_id: str
 ) -> SamplingParams:
-    """Return the parameters with the grammar, which compiles. Raises RejectedError naming the field."""
+    """Return the parameters with the grammar, after compiling it. Raises RejectedError naming the field."""
     if grammar_request is None:
         return params
     try:
@@ -85,7 +85,7 @@ def _of_response_format(format: Mapping[str, Any] | None) -> list[GrammarRequest
 
 
 def _of_json_schema(given: Any) -> GrammarRequest:
-    """Read `{"name", "schema", "strict", "description"}`; the schema is enforced, strict or not."""
+    """Read `{"name", "schema", "strict", "description"}`. The schema is enforced even without `strict`."""
     where = "response_format.json_schema"
     if not isinstance(given, Mapping):
         raise RejectedError(f"{where} is missing", param=where)
@@ -117,7 +117,7 @@ def _grammar_request(values: Mapping[str, Any], field: str) -> GrammarRequest:
 
 
 def with_param(error: LlaisysError, field: str) -> LlaisysError:
-    """Return the same error, naming the field of the request in place of `structured_outputs`."""
+    """Return the same error with the field of the request in place of `structured_outputs`."""
     param = error.param or ""
     if not param.startswith("structured_outputs") or field == "structured_outputs":
         return error
@@ -131,9 +131,9 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 class ToolUse:
     """The tools of a request.
 
-    - `shown`: the tools for the chat template, None without any.
-    - `names`: functions whose calls are parsed from the output; empty: output is not parsed for calls.
-    - `grammar`: what the output must match, tool calls or something else.
+    - `shown`: the tools for the chat template; None without tools.
+    - `names`: functions whose calls are parsed from the output; empty: no calls are parsed.
+    - `grammar`: the grammar of the output, for tool calls or as requested.
     - `only_first`: drop all tool calls except the first (`parallel_tool_calls: false`).
     """
 
@@ -149,7 +149,7 @@ def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
     only_first = body.parallel_tool_calls is False
     schemas = _schemas(body.tools or [])
     mode, wanted = _choice(body.tool_choice, schemas)
-    if mode == "none":  # a model without tools calls none
+    if mode == "none":  # without tools in the prompt, a model calls none
         return ToolUse(None, frozenset(), grammar_request, only_first)
     if mode == "auto":
         config = engine.config
@@ -178,12 +178,12 @@ def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
 
 
 def checked_tools(tools: list[Json] | None) -> list[Json] | None:
-    """Return the tools for the chat template, checked; None without any."""
+    """Return the checked tools for the chat template; None without tools."""
     return tools if _schemas(tools or []) else None
 
 
 def _schemas(tools: list[Json]) -> dict[str, Json]:
-    """Return name -> JSON schema of the arguments, in the order of the request."""
+    """Return function name -> JSON schema of the arguments, in the order of the request."""
     schemas: dict[str, Json] = {}
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -208,7 +208,7 @@ def _schemas(tools: list[Json]) -> dict[str, Json]:
 def _choice(
     choice: str | Json | None, schemas: Mapping[str, Json]
 ) -> tuple[Literal["none", "auto", "required", "named"], Mapping[str, Json]]:
-    """Return how the model chooses, and among which functions."""
+    """Return the mode of tool_choice, and the functions that may be called."""
     if choice is None:
         choice = "auto" if schemas else "none"
     if isinstance(choice, str):
@@ -244,7 +244,8 @@ class ChoiceDeltas:
         self._n_calls = 0
 
     def deltas(self, text: str, finish_reason: str | None) -> list[Json]:
-        """Return the `delta` of each chunk for the next piece of text. `finish_reason`: of the last piece."""
+        """Return the `delta` of each chunk for the next piece of text. `finish_reason`: set for the last
+        piece."""
         if self._parser is None:
             return [{"content": text}] if text else []
         parts = self._parser.push(text)
@@ -253,7 +254,7 @@ class ChoiceDeltas:
         return [delta for part in parts for delta in self._of_part(part)]
 
     def finish_reason(self, reason: str) -> str:
-        """Return the finish reason: `tool_calls` if a complete output has some."""
+        """Return the finish reason: `tool_calls` if a complete output has tool calls."""
         return "tool_calls" if self._n_calls and reason == "stop" else reason
 
     def _of_part(self, part: OutputPart) -> list[Json]:

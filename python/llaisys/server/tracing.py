@@ -1,7 +1,8 @@
-"""OpenTelemetry: one span for each request to a model, sent to a collector over OTLP/HTTP.
+"""RequestTracer: sends an OpenTelemetry span for each request to a model, over OTLP/HTTP.
 
-Only if `otlp_traces_endpoint` is set. Names and attributes are vLLM's. A span has no prompt, completion or
-key."""
+Used only if `otlp_traces_endpoint` is set. Names and attributes are vLLM's. A span has no prompt, completion
+or key.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 
 EXPORT_TIMEOUT_S = 5
-FLUSH_S = 2.0  # at shutdown, which an unresponsive collector does not delay further
+FLUSH_S = 2.0  # limit at shutdown, for an unresponsive collector
 NS = 1_000_000_000
 
-# Field of the access log -> attribute.
+# Field of the access log -> attribute of the span.
 ATTRIBUTES = {
     "request_id": "gen_ai.request.id",
     "model": "gen_ai.response.model",
@@ -43,7 +44,7 @@ ATTRIBUTES = {
 
 
 class RequestTracer:
-    """Owns the tracer and the thread that exports in batches; recording only appends to a bounded queue."""
+    """Owns the tracer and the thread that exports batches; recording only appends to a bounded queue."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -60,16 +61,16 @@ class RequestTracer:
     def to(endpoint: str) -> RequestTracer:
         """Return a tracer for a collector.
 
-        `endpoint`: an http or https address; without a path `/v1/traces` is meant.
+        `endpoint`: an http or https URL; the default path is `/v1/traces`.
 
-        Raises RejectedError for another address, and for a missing package, naming what to install.
+        Raises RejectedError for an invalid URL, and for a missing package, naming what to install.
         """
         address = urlsplit(endpoint)
         if address.scheme not in ("http", "https") or not address.hostname:
             shown = without_credentials(endpoint)
             raise RejectedError(
-                f"otlp_traces_endpoint is {shown!r}; spans are sent over OTLP/HTTP only; give an address "
-                "such as http://localhost:4318/v1/traces",
+                f"otlp_traces_endpoint is {shown!r}; spans are sent over OTLP/HTTP only; set a URL such as "
+                "http://localhost:4318/v1/traces",
                 param="otlp_traces_endpoint",
             )
         try:
@@ -85,7 +86,7 @@ class RequestTracer:
         return RequestTracer(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S))
 
     def record(self, headers: Mapping[str, str], fields: Mapping[str, Any]) -> None:
-        """Record the span of a request that ends now, as a child of the caller's span (`traceparent`) if
+        """Record the span of a request that ends now, as a child of the caller's span (`traceparent`), if
         any."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -108,7 +109,7 @@ class RequestTracer:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send pending spans for up to FLUSH_S, then drop the rest."""
+        """Send pending spans for up to FLUSH_S seconds, then drop the rest."""
         flush = threading.Thread(target=self._provider.shutdown, name="spans-flush", daemon=True)
         flush.start()
         flush.join(FLUSH_S)

@@ -1,2 +1,2 @@
-"""Text and token ids: tokenizers, chat templates, streams. Pure functions and values: they know neither the
-engine nor the server."""
+"""Text and token ids: tokenizers, chat templates, detokenization, parsers. Independent of engine and
+server."""

@@ -1,4 +1,4 @@
-"""Validate chat messages in OpenAI's shape and convert them to the form that chat templates expect."""
+"""Validates chat messages in OpenAI's format and converts them to the form that chat templates expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Render chat messages with a model's Jinja template, as transformers does.
+"""ChatTemplate: renders chat messages with a model's Jinja template, as transformers does.
 
 Templates come from the model or the operator, never from a request.
 """
@@ -31,7 +31,7 @@ OUTPUT_CHARS_PER_INPUT = 4
 
 _WORD = re.compile(r"\w+")
 _ESCAPE = re.compile(r"\\(u[0-9a-f]{4}|.)")  # of JSON
-# Variables that a request may not set: the conversation itself, and a template of the client's own.
+# Variables that a request may not set: the conversation, and a template.
 _NOT_VARIABLES = frozenset({"messages", "chat_template"})
 # Marks the end of the last message for `continue_final_message`. The trailing space shows whether the
 # template strips the content of messages.
@@ -40,8 +40,8 @@ _CONTINUE_HERE = "\ue000continue here\ue000 "
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """Texts of the templates by name (`default`, optionally `tool_use`), and the special tokens that they may
-    use (`bos_token` -> its text)."""
+    """Texts of templates by name (`default`, optionally `tool_use`), and their special tokens (name ->
+    text)."""
 
     texts: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -79,8 +79,8 @@ class ChatTemplate:
           it. No generation prompt is added then.
         - `kwargs`: further variables for the template (`enable_thinking`, `documents`).
 
-        Raises RejectedError for invalid messages and for errors of the template. The message of such an error
-        keeps the template's words and drops those of the conversation.
+        Raises RejectedError for invalid messages and for errors of the template. The text of such an error
+        has only words of the template, not of the conversation.
         """
         if reserved := _NOT_VARIABLES.intersection(kwargs):
             raise RejectedError(
@@ -228,7 +228,8 @@ def _bounded_render(template: jinja2.Template, variables: dict[str, Any], words:
 
 
 def _without_prompt_words(error: Exception, variables: dict[str, Any], own: Collection[str]) -> str:
-    """Return an error's text without words that can only come from the request: errors never show a prompt.
+    """Return an error's text without words that can only be from the request, because errors never show a
+    prompt.
 
     `own`: the words of the template.
     """

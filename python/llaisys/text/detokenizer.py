@@ -1,4 +1,5 @@
-"""Incremental detokenization with stop strings. It never emits half a character or part of a stop string.
+"""IncrementalDetokenizer: token ids to text, with stop strings. It never emits a part of a character or stop
+string.
 
 Invariant: without a stop string, the concatenated texts of all `push` calls and of `finish` equal
 `Tokenizer.decode` of all ids. The text does not depend on how the ids are divided into `push` calls.
@@ -30,7 +31,7 @@ class TextDelta:
 
 
 class _StopSearch:
-    """Find the stop string that ends first, the longest on a tie (Knuth-Morris-Pratt for each string).
+    """Finds the stop string that ends first, the longest on a tie (Knuth-Morris-Pratt for each string).
 
     Amortized cost per character: O(1) for each stop string.
     """

@@ -1,4 +1,4 @@
-"""Build the tokenizer that the metadata of a GGUF file describes.
+"""Builds the tokenizer that the metadata of a GGUF file describes.
 
 `tokenizer.ggml.pre` only *names* a pre-tokenizer. The rules for the four names below come from the original
 tokenizers (tokenizer.json of SmolLM2, Qwen2 and Llama 3) and, for `default`, from llama.cpp's

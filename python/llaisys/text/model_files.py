@@ -1,4 +1,4 @@
-"""Read small text files of a model folder. The files are untrusted, so every read is bounded."""
+"""Reads small text files of a model folder. The files are untrusted, so every read is bounded."""
 
 from __future__ import annotations
 

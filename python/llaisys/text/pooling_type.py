@@ -1,4 +1,4 @@
-"""Read from a checkpoint how its embeddings are pooled."""
+"""Reads the pooling type of embeddings from a checkpoint."""
 
 from __future__ import annotations
 

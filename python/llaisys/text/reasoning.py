@@ -1,11 +1,11 @@
-"""Separate the reasoning of a completion (`<think>` ... `</think>`) from its content."""
+"""ReasoningParser: separates the reasoning of a completion (`<think>` ... `</think>`) from its content."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
 from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
-from llaisys.text.tool_calls import held_back
+from llaisys.text.tool_calls import partial_tag_len
 
 ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
 
@@ -13,7 +13,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Parse at most one reasoning block at the start of a completion; whitespace around it is dropped.
+    """Parses at most one reasoning block at the start of a completion; whitespace around it is dropped.
 
     `starts_inside`: the completion starts inside the block, because the chat template has written `<think>`
     (DeepSeek R1). Without `</think>` the whole completion is reasoning then.
@@ -63,7 +63,11 @@ class ReasoningParser:
             self._text = self._text.lstrip()
             self._has_begun = bool(self._text)
         at = self._text.find(_CLOSE)
-        n = len(self._text[:at].rstrip()) if at >= 0 else len(self._text) - held_back(self._text, _CLOSE)
+        n = (
+            len(self._text[:at].rstrip())
+            if at >= 0
+            else len(self._text) - partial_tag_len(self._text, _CLOSE)
+        )
         if n:
             parts.append(Reasoning(self._text[:n]))
         self._text = self._text[n:] if at < 0 else self._text[at + len(_CLOSE) :]
@@ -71,8 +75,7 @@ class ReasoningParser:
 
 
 class CompletionParser:
-    """Parse reasoning first, if the model has a reasoning format, then tool calls in the rest, if there are
-    tools."""
+    """Parses reasoning first, if the model has a reasoning format, then tool calls, if there are tools."""
 
     def __init__(self, reasoning: ReasoningFormat | None, tools: OutputParser | None) -> None:
         inside = reasoning == "deepseek_r1"

@@ -1,6 +1,6 @@
-"""Jinja2's sandbox with a limit on the work of one render.
+"""FueledEnvironment: Jinja2's sandbox with a limit on the work of one render.
 
-The sandbox denies a template access to code and files, and does not limit its work: two nested loops of
+The sandbox denies a template access to code and files, but does not limit its work: two nested loops of
 100,000 iterations take 80 characters. So each loop iteration, call and input item of a filter consumes fuel.
 """
 
@@ -27,7 +27,7 @@ _fuel: ContextVar[list[int]] = ContextVar("fuel")
 class FueledEnvironment(ImmutableSandboxedEnvironment):
     """Templates of this environment render only inside `fueled()`, and raise TemplateError without fuel."""
 
-    # Do not fold these operators at compile time, which has no limit: they make large values of small ones.
+    # Do not fold these operators at compile time, which has no limit. They make large values from small ones.
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""Build SentencePiece's BPE tokenizer from a GGUF file (`tokenizer.ggml.model` = llama).
+"""Builds SentencePiece's BPE tokenizer from a GGUF file (`tokenizer.ggml.model` = llama).
 
 Such a file has tokens with scores, and no merges. Text becomes characters, with U+2581 for spaces. Adjacent
 pieces that together form a token are merged: highest score first, leftmost on a tie. A remaining piece that
@@ -19,7 +19,7 @@ SPACE = "\u2581"
 PIECE_MAX = 512
 
 # Values of `tokenizer.ggml.token_type` (GGUF specification) that merging can produce.
-_JOINED = (1, 4)
+_MERGED_TYPES = (1, 4)
 
 
 def build_spm(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
@@ -47,7 +47,7 @@ def _merges(gguf: GgufTokenizer) -> list[tuple[str, str]]:
     if gguf.scores is None or len(gguf.scores) != len(gguf.tokens):
         raise RejectedError("the GGUF's scores do not match its tokens one to one", param="model")
     entries = zip(gguf.tokens, gguf.scores, gguf.token_types, strict=True)
-    pieces = {token: score for token, score, kind in entries if kind in _JOINED}
+    pieces = {token: score for token, score, kind in entries if kind in _MERGED_TYPES}
     longest = max(map(len, pieces), default=0)
     if longest > PIECE_MAX:
         raise RejectedError(

@@ -1,4 +1,4 @@
-"""Convert between text and token ids, with the `tokenizers` package.
+"""Tokenizer: converts between text and token ids, with the `tokenizers` package.
 
 Invariant: a `Tokenizer` does not change after construction, so threads share it without a lock.
 """
@@ -158,7 +158,7 @@ def _read_folder(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise RejectedError(
-            f"{folder} has no tokenizer.json, the only tokenizer file that is read", param="model"
+            f"{folder} has no tokenizer.json, the only supported tokenizer file", param="model"
         )
     n_bytes = path.stat().st_size
     if n_bytes > FILE_BYTES_MAX:

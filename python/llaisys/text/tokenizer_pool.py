@@ -1,7 +1,6 @@
-"""The tokenizer workers of a server.
+"""TokenizerPool: the worker processes of a server that tokenize, render templates and parse bodies.
 
-Tokenizing, rendering templates and parsing bodies take time that grows with a request, so they run in worker
-processes with limits of CPU time and memory.
+The time of this work grows with the request, so it runs in processes with limits on CPU time and memory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llaisys.body import Flaw
+from llaisys.body import InvalidField
 from llaisys.job_pool import JobPool, JobText
 from llaisys.job_process import JobLimits
 from llaisys.text.chat_template import ChatTemplate
@@ -51,7 +50,7 @@ class TokenizerPool:
         """Wait until every worker has loaded every model. Raises RequestFailedError if one cannot."""
         await self._jobs.ready()
 
-    async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
+    async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, InvalidField | None]:
         """Run `llaisys.body.read_body` in a worker.
 
         Raises json.JSONDecodeError (with the position only), ValueError or RejectedError.
@@ -71,7 +70,7 @@ class TokenizerPool:
 
 
 class AsyncTokenizer:
-    """Tokenize and render the prompts of one model in the tokenizer workers."""
+    """Tokenizes and renders the prompts of one model in the tokenizer workers."""
 
     def __init__(self, jobs: JobPool, model_index: int) -> None:
         self._jobs = jobs

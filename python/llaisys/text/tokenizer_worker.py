@@ -1,5 +1,4 @@
-"""Jobs of a tokenizer worker: render templates, tokenize, detokenize and parse bodies (see
-`job_process.py`)."""
+"""The jobs of a tokenizer worker process: render templates, tokenize, detokenize and parse bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls in a completion: the grammar that forces them, and the parsers that find them.
+"""Tool calls in a completion: the grammar that enforces them, and the parsers that find them.
 
 Two formats. Hermes, which Qwen uses too: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere
 in the completion. Llama 3: the completion is `{"name": ..., "parameters": {...}}`, or several separated by
@@ -58,16 +58,16 @@ def tool_parser(format: ToolFormat, names: Collection[str]) -> OutputParser:
     return HermesParser(names) if format == "hermes" else Llama3Parser(names)
 
 
-def held_back(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` may belong to `tag`: its start and the space before
-    it."""
+def partial_tag_len(text: str, tag: str) -> int:
+    """Return the number of characters at the end of `text` that may be the start of `tag`, with the
+    whitespace before it."""
     n = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
     return len(text) - len(text[: len(text) - n].rstrip())
 
 
 @dataclass(slots=True)
 class _ObjectEnd:
-    """Find the end of the JSON object at the start of a growing text; each character is read once."""
+    """Finds the end of the JSON object at the start of a growing text; reads each character once."""
 
     at: int = 0
     depth: int = 0
@@ -95,7 +95,7 @@ class _ObjectEnd:
 
 
 class HermesParser:
-    """Parse content and calls in tags. Whitespace around a call is dropped; an invalid call is content."""
+    """Parses content and calls in tags. Whitespace around a call is dropped; an invalid call is content."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -126,7 +126,7 @@ class HermesParser:
         if self._object is None:
             at = self._text.find(_OPEN)
             if at < 0:
-                self._emit_content(parts, len(self._text) - held_back(self._text, _OPEN))
+                self._emit_content(parts, len(self._text) - partial_tag_len(self._text, _OPEN))
                 return False
             self._emit_content(parts, len(self._text[:at].rstrip()))
             self._object = _ObjectEnd()
@@ -170,7 +170,7 @@ class HermesParser:
 
 
 class Llama3Parser:
-    """Parse calls at the start of a completion; all text from the first non-call on is content."""
+    """Parses calls at the start of a completion; all text from the first non-call on is content."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

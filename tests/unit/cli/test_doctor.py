@@ -99,4 +99,4 @@ def test_a_cache_that_cannot_be_written_fails(
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     assert main(["doctor"]) == 1
-    assert "LLAISYS_HOME chooses another" in capsys.readouterr().out
+    assert "set LLAISYS_HOME to another folder" in capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_the_queue_counts_requests_not_choices() -> None:
     made.step(3)
     assert made.engine.stats().num_running == 4
     made.submit("b", **sampled(4))
-    with pytest.raises(QueueFullError, match="1 requests wait already"):
+    with pytest.raises(QueueFullError, match="1 requests wait; the limit is"):
         made.submit("c")
     made.finish()
     assert set(made.over) == {"a", "b"}

@@ -108,7 +108,7 @@ def test_a_rejected_request_has_no_side_effects() -> None:
 def test_a_full_queue_rejects_and_a_free_sequence_id_makes_space() -> None:
     made = Engine(max_num_seqs=1, max_num_queued_reqs=2)
     made.submit("a", "b", "c")
-    with pytest.raises(QueueFullError, match="at most 2"):
+    with pytest.raises(QueueFullError, match="the limit is 2"):
         made.submit("d")
     made.step()
     assert (made.engine.stats().num_running, made.engine.stats().num_waiting) == (1, 2)

@@ -71,7 +71,7 @@ def blocked() -> Iterator[BlockedClient]:
     ("reason", "resource"),
     [
         ("V1", "the core"),
-        ("V2", "sequence ids or KV cells"),
+        ("V2", "sequence ids and KV cells"),
         ("V3", "the steps"),
         ("V4", "the queue"),
         ("V5", "the event loop"),

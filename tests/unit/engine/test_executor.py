@@ -37,7 +37,7 @@ def test_only_faulty_requests_fail(n: int, data: st.DataObject) -> None:
     faulty = data.draw(st.sets(st.integers(0, n - 1), max_size=most))
     context, executor, batch = step([core.REFUSED if i in faulty else 5 for i in range(n)])
     result = executor.execute_model(batch, NOW)
-    assert result.errors.keys() == faulty == set(result.refused)
+    assert result.errors.keys() == faulty == set(result.rejected)
     assert all(isinstance(error, RequestFailedError) for error in result.errors.values())
     want = [-1 if i in faulty else core.answer([1, i, 5], 1)[0] for i in range(n)]
     assert result.token_ids == want
@@ -57,7 +57,7 @@ def test_beyond_the_bisection_limit_each_request_runs_alone() -> None:
     run = executor.worker.execute_model
     executor.worker.execute_model = lambda part: sizes.append(len(part)) or run(part)  # type: ignore[method-assign,func-returns-value]
     result = executor.execute_model(batch, NOW)
-    assert result.refused == [0, 21, 42, 63]
+    assert result.rejected == [0, 21, 42, 63]
     together = sum(n > 1 for n in sizes)
     assert together <= 1 + 2 * 6
     assert len(sizes) <= 1 + 2 * 6 + 64
@@ -92,7 +92,7 @@ def test_five_refusals_within_a_minute_end_the_engine(seconds: float) -> None:
         executor.execute_model(batch.part(i, i + 1), NOW + i * seconds)
     last = batch.part(4, 5)
     if 4 * seconds > 60:
-        assert executor.execute_model(last, NOW + 4 * seconds).refused == [0]
+        assert executor.execute_model(last, NOW + 4 * seconds).rejected == [0]
     else:
         with pytest.raises(EngineDeadError, match="5 requests"):
             executor.execute_model(last, NOW + 4 * seconds)
@@ -101,14 +101,14 @@ def test_five_refusals_within_a_minute_end_the_engine(seconds: float) -> None:
 def test_refused_choices_of_one_request_count_once() -> None:
     _, executor, batch = step([core.REFUSED] * 8, name="one")
     for i in range(8):
-        assert executor.execute_model(batch.part(i, i + 1), NOW).refused == [0]
+        assert executor.execute_model(batch.part(i, i + 1), NOW).rejected == [0]
 
 
 def test_non_finite_rows_fail_only_their_requests() -> None:
     _, executor, batch = step([core.NON_FINITE] * 4)
     result = executor.execute_model(batch, NOW)
     assert len(result.errors) == 4
-    assert result.refused == []
+    assert result.rejected == []
 
 
 @pytest.mark.parametrize(("trouble", "error"), [(core.DEADLY, EngineDeadError), (core.PANICS, core.Panic)])

@@ -108,9 +108,9 @@ def test_one_thread_per_physical_core(tmp_path: Path, monkeypatch: pytest.Monkey
         ("0,7-9", "names CPU 8; this process may use 0, 1, 2, 3, 4, 5, 6, 7"),
         ("0|1|2", "has 3 lists of CPUs, tensor_parallel_size is 2"),
         ("0-1|2-3|", "''|a list of CPUs such as"),
-        ("0-1|2", "must have one length, and ascend"),
-        ("2-3|0-1", "must have one length, and ascend"),
-        ("0-1|1-2", "must have one length, and ascend"),
+        ("0-1|2", "must be equally long, in ascending order"),
+        ("2-3|0-1", "must be equally long, in ascending order"),
+        ("0-1|1-2", "must be equally long, in ascending order"),
     ],
 )
 def test_an_invalid_list_of_cpus_is_rejected(monkeypatch: pytest.MonkeyPatch, bind: str, why: str) -> None:

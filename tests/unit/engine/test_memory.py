@@ -10,7 +10,7 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.engine.host import Cpus
-from llaisys.engine.memory import Capacity, GpuSettings, size_engine
+from llaisys.engine.memory import EngineSizing, GpuSettings, size_engine
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError
 from llaisys.model_info import ModelInfo
@@ -25,7 +25,7 @@ def _fake(fake_core: None) -> None:
     """`inspect_model` returns the fake model: 1,000 parameters, 4, 8 or 10 bytes per cell, 128 positions."""
 
 
-def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> Capacity:
+def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> EngineSizing:
     return size_engine(Config(**settings), inspect_model(Path("fake")), memory_bytes, Cpus(2))
 
 
@@ -165,7 +165,7 @@ def test_the_buffers_between_ranks_are_counted() -> None:
 def test_on_a_gpu_the_core_sizes_the_kv_cache_unless_configured() -> None:
     gpu = GpuSettings(ordinal=0, memory_share=0.9, synchronous=False, overlap=True)
 
-    def on_gpu(**settings: Any) -> Capacity:
+    def on_gpu(**settings: Any) -> EngineSizing:
         # Host memory is 0: weights and cells are on the GPU.
         return size_engine(Config(**settings), inspect_model(Path("fake")), 0, Cpus(2), gpu=gpu)
 

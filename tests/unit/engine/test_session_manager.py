@@ -91,7 +91,7 @@ def test_a_fork_of_all_and_of_nothing(desk: Desk) -> None:
         desk.call("fork", "chat", "more", 50)
     with pytest.raises(RejectedError, match="n_tokens is -1"):
         desk.call("trim", "chat", n_tokens=-1)
-    with pytest.raises(RejectedError, match="session 'all' exists already"):
+    with pytest.raises(RejectedError, match="session 'all' already exists"):
         desk.call("fork", "chat", "all")
 
 

@@ -218,7 +218,7 @@ def test_files_belong_to_their_client_and_stay_in_the_store(tmp_path: Path) -> N
         for kind in ("save", "restore"):
             with pytest.raises(RejectedError, match=r"file is .* allowed are"):
                 desk.call(kind, "chat", name)
-    with pytest.raises(RejectedError, match="session 'chat' exists already"):
+    with pytest.raises(RejectedError, match="session 'chat' already exists"):
         desk.call("restore", "chat", "file")
     with pytest.raises(RejectedError, match="no session 'other'"):
         desk.call("save", "other", "file")

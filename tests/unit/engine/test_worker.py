@@ -84,8 +84,8 @@ def test_a_batch_is_split_between_items(worker: Worker) -> None:
     assert [batch.part(i, i + 1).request(0) for i in range(3)] == [a, b, b]
     assert (len(batch), len(batch.part(0, 2)), batch.part(1, 3)) == (3, 2, Batch([], chunks))
     whole = StepResult([1], errors={0: ValueError()})  # type: ignore[dict-item]
-    whole.extend(StepResult([2, 3], refused=[1]))
-    assert (whole.token_ids, list(whole.errors), whole.refused) == ([1, 2, 3], [0], [2])
+    whole.extend(StepResult([2, 3], rejected=[1]))
+    assert (whole.token_ids, list(whole.errors), whole.rejected) == ([1, 2, 3], [0], [2])
 
 
 def test_a_request_without_a_sequence_has_no_rows(worker: Worker) -> None:
@@ -165,7 +165,7 @@ def test_a_faulty_row_fails_alone(worker: Worker) -> None:
     bad = Chunk(a, 0, [1, core.NON_FINITE], samples=True)
     result = worker.execute_model(Batch([], [bad, Chunk(b, 0, [1], samples=True)]))
     assert isinstance(result.errors.pop(0), RequestFailedError)
-    assert (result.errors, result.refused) == ({}, [])
+    assert (result.errors, result.rejected) == ({}, [])
     assert result.token_ids[1] == core.answer([1], 1)[0]
 
 
@@ -195,17 +195,17 @@ def test_open_describe_and_close_a_worker() -> None:
     worker = open_worker(settings)
     assert worker.vocab_size == core.VOCAB_SIZE
     assert worker.describe() == "fake, 0 MiB of weights, 8 KV cells"
-    refused: list[Exception] = []
+    rejected: list[Exception] = []
 
     def use_from_another_thread() -> None:
         with pytest.raises(RejectedError, match="thread") as caught:
             worker.open_sequence(request())
-        refused.append(caught.value)
+        rejected.append(caught.value)
 
     thread = threading.Thread(target=use_from_another_thread)
     thread.start()
     thread.join()
-    assert len(refused) == 1
+    assert len(rejected) == 1
     worker.close()
     worker.close()
     with pytest.raises(RejectedError, match="closed"):

@@ -254,7 +254,7 @@ def test_rm_rejects_paths(name: str, pulled: Path, home: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("pretend")
 def test_an_embedded_model_has_no_revisions() -> None:
-    with pytest.raises(RejectedError, match="has one version only"):
+    with pytest.raises(RejectedError, match="has only one version"):
         pull("pretend", "main")
 
 

@@ -17,7 +17,7 @@ from llaisys.config import Config
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.server.protocol import EMBEDDING_NEUTRAL, NO_EFFECT
 from llaisys.server.request_schemas import EmbeddingRequest
-from llaisys.server.routes.embeddings import INPUTS_AT_ONCE, INPUTS_MAX
+from llaisys.server.routes.embeddings import CONCURRENT_INPUTS_MAX, INPUTS_MAX
 
 URL = "/v1/embeddings"
 D_MODEL = FakeService().model_info.d_model
@@ -68,7 +68,7 @@ async def test_a_long_list_keeps_its_order_and_bounds_its_open_requests(
 ) -> None:
     given = [[i] for i in range(INPUTS_MAX)]
     assert await vectors(client, given) == given
-    assert engine.n_open_most == INPUTS_AT_ONCE
+    assert engine.n_open_most == CONCURRENT_INPUTS_MAX
     engine.n_open_most, engine.config = 0, Config(max_num_seqs=3)
     await vectors(client, given[:20])
     assert engine.n_open_most == 3

@@ -14,12 +14,12 @@ from llaisys.server.middleware.rate_limits import RateLimitMiddleware
 class RateLimitedApp:
     """An application that responds once `go` is set, behind a RateLimitMiddleware with a fake clock."""
 
-    def __init__(self, at_once: int | None = None, a_minute: int | None = None) -> None:
+    def __init__(self, max_open: int | None = None, per_minute: int | None = None) -> None:
         self.now_s = 1000.0
         self.go = asyncio.Event()
         self.go.set()
         self.came = asyncio.Semaphore(0)
-        self.gate = RateLimitMiddleware(self._answer, at_once, a_minute, lambda: self.now_s)
+        self.gate = RateLimitMiddleware(self._answer, max_open, per_minute, lambda: self.now_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
         self.came.release()
@@ -39,7 +39,7 @@ class RateLimitedApp:
 
 @pytest.fixture
 async def two_at_once() -> RateLimitedApp:
-    return RateLimitedApp(at_once=2)
+    return RateLimitedApp(max_open=2)
 
 
 async def test_concurrent_requests_per_client_are_bounded(two_at_once: RateLimitedApp) -> None:
@@ -70,14 +70,14 @@ async def test_a_client_with_its_whole_response_may_send_the_next_request() -> N
     async def second(message: Message) -> None:
         statuses.append(message.get("status"))
 
-    gate = RateLimitMiddleware(answer, at_once=1, a_minute=None)
+    gate = RateLimitMiddleware(answer, max_open=1, per_minute=None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as http:
         assert (await http.post("/first")).status_code == 200
     assert statuses[0] == 200
 
 
 async def test_requests_per_minute_refill_evenly() -> None:
-    app = RateLimitedApp(a_minute=6)
+    app = RateLimitedApp(per_minute=6)
     for left in (5, 4, 3, 2, 1, 0):
         answer = await app.post()
         assert answer.status_code == 200
@@ -100,7 +100,7 @@ async def test_requests_per_minute_refill_evenly() -> None:
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
 async def test_puts_and_deletes_count(method: str) -> None:
     """PUT and DELETE of chats and sessions count like a POST; reads do not count."""
-    app = RateLimitedApp(at_once=1, a_minute=2)
+    app = RateLimitedApp(max_open=1, per_minute=2)
     app.go.clear()
     writing = asyncio.ensure_future(app.post(method=method))
     await app.came.acquire()

@@ -202,9 +202,9 @@ async def test_large_bodies_are_validated_off_the_event_loop(
 
 def test_the_bound_of_a_field_is_reported_before_that_of_the_body() -> None:
     raw = json.dumps({"messages": [], "stop": [1] * (OTHER_VALUES_MAX + 1)}).encode()
-    _, flaw = read_body(raw, "llaisys.server.request_schemas:ChatCompletionRequest")
-    assert flaw is not None
-    assert flaw[2] == f"has {OTHER_VALUES_MAX + 1} entries, at most {STOP_STRINGS_MAX}"
+    _, invalid = read_body(raw, "llaisys.server.request_schemas:ChatCompletionRequest")
+    assert invalid is not None
+    assert invalid[2] == f"has {OTHER_VALUES_MAX + 1} entries, at most {STOP_STRINGS_MAX}"
 
 
 @pytest.mark.parametrize("field", ["prompt", "x"])

@@ -1,1 +1,1 @@
-"""Named sessions: the table and its pins, saving and restoring, the file format."""
+"""Named sessions: the sessions and their pins (manager), saving and restoring (transfer), the file format."""

@@ -1,13 +1,12 @@
-"""The file of a saved session: its tokens, and K and V of those that were cached. All file I/O of sessions
-is here.
+"""SessionWriter and SessionReader: the file of a saved session, with its tokens and their cached K and V.
 
     magic 8 B | version u32 | header length u32 | header JSON | digest
     for each piece, in the order of positions: number of positions u32 (above 0) | K and V | digest
     0 u32 | digest                                                            and nothing after it
 
-Numbers are little endian; K and V are the bytes of `Context.kv_node_export`. Each digest is BLAKE2b-256
-over the previous digest and everything since: damage, loss, reordering and pieces of another file all show.
-It is not a signature: every process that may write to the session store is trusted.
+Numbers are little endian; K and V are the bytes of `Context.kv_node_export`. Each digest is BLAKE2b-256 over
+the previous digest and everything after it, which detects damage, loss, reordering and pieces of another
+file. It is not a signature: every process that may write to the session store is trusted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SUFFIX = ".kv"
 DIGEST_BYTES = 32
 _FIXED = struct.Struct("<8sII")
 _COUNT = struct.Struct("<I")
-# Most bytes of a header: a fixed part, and a part for each token.
+# Maximum bytes of a header: a fixed part, and a part per token.
 _HEADER_BYTES, _TOKEN_BYTES = 1024, 12
 # Error numbers for a full disk, an exceeded quota and a file of the largest size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -61,9 +60,9 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFileSpec:
-    """What a file must match, and its bounds.
+    """Properties that a file must match, and its bounds.
 
-    - `fingerprint`: of the context. `cell_bytes`: bytes of K and V of one token in all layers.
+    - `fingerprint`: that of the context. `cell_bytes`: bytes of K and V of one token in all layers.
     - `n_tokens_max`: tokens of a file. `n_piece`: positions of a piece. `n_files_max`: files in one folder.
     """
 
@@ -90,7 +89,7 @@ class _Digest:
 
 
 class SessionWriter:
-    """Writes one file: `open`, `add` in order, `commit`. The file gets its name only when it is complete."""
+    """Writes one file: `open`, `add` in order, `commit`. The file gets its final name when it is complete."""
 
     def __init__(self, path: Path, token_ids: Sequence[int], spec: SessionFileSpec) -> None:
         self._path, self._token_ids, self._spec = path, token_ids, spec
@@ -98,15 +97,18 @@ class SessionWriter:
         self._fd, self._temporary = -1, ""
 
     def open(self) -> None:
-        """Raises ExhaustedError (too many files) or, as the other methods do, StorageError."""
+        """Open a temporary file.
+
+        Raises ExhaustedError for too many files. This and all other methods raise StorageError.
+        """
         with _disk_errors(self._path):
             folder = self._path.parent
-            # Without parents: a session store that has disappeared is not created again.
+            # Do not create parents: a session store that has disappeared must not be created again.
             folder.mkdir(mode=0o700, exist_ok=True)
             n_files = sum(name.endswith(SUFFIX) for name in os.listdir(folder))
             if n_files >= self._spec.n_files_max and not self._path.exists():
                 raise ExhaustedError(
-                    f"there are {n_files} saved sessions, which is the limit (max_sessions): remove one"
+                    f"there are {n_files} saved sessions, which is the limit (max_sessions); remove one"
                 )
             self._fd, self._temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=folder)
             header = msgspec.json.encode(_Header(self._spec.fingerprint, [*self._token_ids]))
@@ -131,9 +133,9 @@ class SessionWriter:
                 os.close(folder)
 
     def close(self) -> None:
-        """Release everything; remove the file unless it was committed. Idempotent."""
+        """Release all resources; remove the file unless it was committed. Idempotent."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # of a network disk; `commit` has synced what counts
+            with contextlib.suppress(OSError):  # on a network disk; a committed file was synced by `commit`
                 os.close(self._fd)
             self._fd = -1
         if self._temporary:
@@ -151,16 +153,15 @@ class SessionWriter:
 class SessionReader:
     """Reads one file: `open`, then `next` until it returns None.
 
-    Everything in the file is checked before use. Allocations are bounded by the file's size and
-    `SessionFileSpec`.
+    All content is checked before use. Allocations are bounded by the file's size and `SessionFileSpec`.
     """
 
     def __init__(self, path: Path, spec: SessionFileSpec) -> None:
         self._path, self._spec = path, spec
         self._digest = _Digest()
         self._fd = -1
-        self._n_left = 0  # bytes of the file
-        self._n_missing = 0  # tokens that no piece has covered yet
+        self._n_left = 0  # unread bytes of the file
+        self._n_missing = 0  # tokens after the last piece
 
     def open(self) -> array[int]:
         """Return the tokens. Raises RejectedError or UnsupportedError (invalid file), or StorageError."""
@@ -178,13 +179,14 @@ class SessionReader:
             return self._read_header()
 
     def next(self) -> tuple[int, NDArray[np.uint8]] | None:
-        """Return the number of the next positions and their K and V; None at the end of a valid file."""
+        """Return the number of positions of the next piece and their K and V; None at the end of a valid
+        file."""
         with _disk_errors(self._path):
             count = self._read(_COUNT.size)
             (n,) = _COUNT.unpack(count)
             n_max = min(self._n_missing, self._spec.n_piece)
             if n > n_max:
-                self._reject(f"is damaged: a piece has {n} positions, at most {n_max} are possible")
+                self._reject(f"is damaged: a piece has {n} positions, allowed are {n_max}")
             data = self._read(n * self._spec.cell_bytes)
             self._check_digest(count, data)
             if n:
@@ -208,7 +210,7 @@ class SessionReader:
             self._reject("is not a saved session")
         if version != VERSION:
             text = f"the saved session {self._path.stem!r} has format version {version}"
-            raise UnsupportedError(f"{text}, this build reads {VERSION}", param="file")
+            raise UnsupportedError(f"{text}, this build supports version {VERSION}", param="file")
         if n_header > _HEADER_BYTES + _TOKEN_BYTES * spec.n_tokens_max:
             self._reject(f"has a header of {n_header} bytes, too long for {spec.n_tokens_max} tokens")
         raw = self._read(n_header)
@@ -231,7 +233,7 @@ class SessionReader:
         return array("i", header.token_ids)
 
     def _read(self, n_bytes: int) -> bytearray:
-        """Raises RejectedError at the end of the file."""
+        """Read exactly `n_bytes` bytes. Raises RejectedError at the end of the file."""
         if n_bytes > self._n_left:
             self._reject("is damaged: it ends too early")
         data = bytearray(n_bytes)
@@ -253,7 +255,7 @@ class SessionReader:
 
 
 def check_store(store: Path) -> None:
-    """Make the folder `store` unless it exists, and write to it once. Raise RejectedError if that fails."""
+    """Create the folder `store` unless it exists, and test that it is writable. Raises RejectedError."""
     try:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as file:
@@ -261,7 +263,7 @@ def check_store(store: Path) -> None:
             file.flush()
     except OSError as error:
         raise RejectedError(
-            f"session_store: {store} is not a folder that can be written to ({error.strerror}); "
+            f"session_store: {store} is not a writable folder ({error.strerror}); "
             "choose another with --session-store",
             param="session_store",
         ) from error
@@ -269,7 +271,7 @@ def check_store(store: Path) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError. The message names no path of the machine; the log does."""
+    """Convert an OSError to a StorageError. The path is in the log, but not in the message."""
     try:
         yield
     except LlaisysError:

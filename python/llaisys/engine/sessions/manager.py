@@ -1,9 +1,9 @@
-"""Named sessions: which tokens a client keeps under which name, and which of their cells are pinned. Pure.
+"""SessionManager: the named sessions of all clients, and the pins on their cells. Pure.
 
-A session is a client's name for the tokens that its last request computed, and a pin on their path in the
+A session is a client's name for the tokens that its last request computed, with a pin on their path in the
 prefix cache. The tokens stay until the session is deleted. Pins are released, least recently used session
-first, when requests need the cells or when all pins exceed their share. The next request then computes the
-evicted tokens again: the result is the same, only slower.
+first, when requests need the cells or when the pins exceed their share. The next request then computes the
+evicted tokens again, with the same result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llaisys.shares import Shares
 
 _NAME = re.compile(SESSION_NAME_PATTERN[1:-1])
 
-# Client id and session name: a client cannot reach the sessions of another.
+# Client id and session name, so that a client cannot access the sessions of another.
 SessionKey: TypeAlias = tuple[str, str]
 
 
@@ -34,9 +34,9 @@ class SessionRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One operation on a client's sessions; also the message that carries it to the engine.
 
     - `name`: the session. `other`: the new session of `fork`, the file of `save` and `restore`.
-    - `n_tokens`: how many tokens `fork` and `trim` keep; None: all.
-    - `cache_salt`: of `restore`: which requests share the restored prefix. `call_id`: matches request and
-      reply.
+    - `n_tokens`: number of tokens that `fork` and `trim` keep; None: all.
+    - `cache_salt`: for `restore`: requests with this salt share the restored prefix. `call_id`: matches the
+      reply with the request.
     """
 
     kind: Literal["list", "create", "fork", "trim", "delete", "save", "restore"]
@@ -49,7 +49,7 @@ class SessionRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SessionReply(msgspec.Struct, frozen=True, tag=True):
-    """The one reply to a SessionRequest: the session after it (all sessions after `list`), or the error."""
+    """The single reply to a SessionRequest: the resulting session (all sessions for `list`), or the error."""
 
     call_id: int
     sessions: list[SessionInfo]
@@ -60,9 +60,10 @@ class SessionReply(msgspec.Struct, frozen=True, tag=True):
 class Session:
     """One named session.
 
-    - `token_ids`: the tokens whose K and V were computed. `salt`, `stream`: the tree of the prefix cache
-      they are in.
-    - `pin`: its pin; None: nothing is pinned. `is_restoring`: the session's requests wait.
+    - `token_ids`: the tokens whose K and V were computed. `salt`, `stream`: identify their tree in the prefix
+      cache.
+    - `pin`: None: nothing is pinned. `is_restoring`: a restore is in progress, and the session's requests
+      wait.
     """
 
     key: SessionKey
@@ -74,13 +75,13 @@ class Session:
 
 
 class SessionManager:
-    """The sessions of one engine; the engine thread owns it.
+    """The sessions of one engine. Engine thread only.
 
-    Invariant: after each change, the `n_pinned` pinned cells are at most `session_kv_share` of all.
+    Invariant: after each change, at most the share `session_kv_share` of all cells is pinned (`n_pinned`).
     """
 
     def __init__(self, kv_cache: KvCacheManager, limits: Limits) -> None:
-        """Without prefix caching, every request is rejected."""
+        """Without prefix caching, every operation is rejected."""
         self._kv_cache = kv_cache
         self._shares = Shares(limits.max_sessions, limits.n_clients)
         self._n_pinned_max = int(limits.n_cells * limits.session_kv_share)
@@ -89,12 +90,12 @@ class SessionManager:
         self._pinned: OrderedDict[SessionKey, Session] = OrderedDict()
 
     def __len__(self) -> int:
-        """The number of sessions of all clients."""
+        """Number of sessions of all clients."""
         return len(self._by_key)
 
     @property
     def n_pinned(self) -> int:
-        """Cells that sessions protect from eviction; a cell pinned by several sessions counts once."""
+        """Number of cells pinned by sessions; a cell pinned by several sessions counts once."""
         return self._kv_cache.prefix_cache.n_session_pinned
 
     # --- by name ---
@@ -108,7 +109,7 @@ class SessionManager:
         return session
 
     def find_ready(self, client_id: str, name: str) -> Session:
-        """As `find`; also raises RejectedError while the session is being restored."""
+        """Return a session as `find` does; also raises RejectedError while it is being restored."""
         session = self.find(client_id, name)
         if session.is_restoring:
             raise RejectedError(f"session {name!r} is being restored", param="session_id")
@@ -123,19 +124,19 @@ class SessionManager:
         self._required_cache()
         key = (client_id, name)
         if key in self._by_key:
-            raise RejectedError(f"session {name!r} exists already", param="session_id")
+            raise RejectedError(f"session {name!r} already exists", param="session_id")
         n_by_client = Counter(client for client, _ in self._by_key)
         if not self._shares.allows(n_by_client, client_id):
             has = f"there are {len(self._by_key)} sessions"
             if self._shares.n_clients > 1:
                 n_reserved = self._shares.reserved
                 has = f"this client has {n_by_client[client_id]} sessions ({n_reserved} are reserved for it)"
-            raise ExhaustedError(f"{has}, which is the limit (max_sessions): delete one", param="session_id")
+            raise ExhaustedError(f"{has}, which is the limit (max_sessions); delete one", param="session_id")
         session = self._by_key[key] = Session(key)
         return session
 
     def get_or_create(self, source: EngineRequest) -> Session | None:
-        """Return the session that a request names; create it if it is new. Raises as `create`."""
+        """Return the session that a request names; create it if it is new. Raises the errors of `create`."""
         if not source.session_id:
             return None
         key = (source.client_id, source.session_id)
@@ -144,10 +145,10 @@ class SessionManager:
     # --- changes ---
 
     def update_from_request(self, request: Request, n_computed: int, stream: int) -> None:
-        """Store what an ended request has computed in the session it names.
+        """Store the tokens computed by an ended request in the session that it names.
 
-        A request that ended within its prompt changes nothing, and of several choices only the first
-        counts. A session deleted meanwhile stays deleted.
+        A request that ended within its prompt has no effect. Of several choices, only the first counts. A
+        session that was deleted in between stays deleted.
         """
         source = request.source
         session = self._by_key.get((source.client_id, source.session_id))
@@ -156,24 +157,25 @@ class SessionManager:
         self._assign(session, request.token_ids[:n_computed], source.cache_salt, stream)
 
     def fork(self, session: Session, name: str, n_tokens: int | None) -> Session:
-        """Create a session of the same client with the first tokens of this one; no cell is copied."""
+        """Create a session of the same client from the first tokens of this one; no cell is copied."""
         token_ids = session.token_ids[: self._count(session, n_tokens)]
         new = self.create(session.key[0], name)
         self._assign(new, token_ids, session.salt, session.stream)
         return new
 
     def trim(self, session: Session, n_tokens: int | None) -> None:
-        """Keep the first tokens of a session; the cells of the others can be evicted."""
+        """Keep the first tokens of a session; the cells of the others become evictable."""
         token_ids = session.token_ids[: self._count(session, n_tokens)]
         self._assign(session, token_ids, session.salt, session.stream)
 
     def delete(self, session: Session) -> None:
-        """Delete a session; its cells can be evicted."""
+        """Delete a session; its cells become evictable."""
         del self._by_key[session.key]
         self._unpin(session)
 
     def pin(self, session: Session) -> None:
-        """Pin the cached part of a session, mark it as used now, and release pins beyond the limit."""
+        """Pin the cached part of a session, make it the most recently used, and release pins above the
+        limit."""
         kv_cache, old = self._required_cache(), session.pin
         session.pin = kv_cache.pin_session(session.salt, session.token_ids, session.stream)
         self._pinned.pop(session.key, None)
@@ -185,9 +187,9 @@ class SessionManager:
             self.unpin_least_recent()
 
     def unpin_least_recent(self) -> bool:
-        """Release the pin of the least recently used session; return False if none has a pin.
+        """Release the pin of the least recently used session; return False if no session has a pin.
 
-        With several clients, it is a session of the client that pins the most tokens.
+        With several clients, choose among the sessions of the client that pins the most tokens.
         """
         if not self._pinned:
             return False
@@ -204,7 +206,7 @@ class SessionManager:
     # --- information ---
 
     def info(self, session: Session) -> SessionInfo:
-        """Describe a session for its client."""
+        """Return the state of a session."""
         kv_cache, ids = self._required_cache(), session.token_ids
         return SessionInfo(
             name=session.key[1],
@@ -217,12 +219,12 @@ class SessionManager:
         )
 
     def list_info(self, client_id: str) -> list[SessionInfo]:
-        """Describe all sessions of a client, by name."""
+        """Return the state of all sessions of a client, ordered by name."""
         mine = [session for key, session in self._by_key.items() if key[0] == client_id]
         return [self.info(session) for session in sorted(mine, key=lambda session: session.key)]
 
     def check_invariants(self) -> None:
-        """Raise BrokenInvariant if too many cells are pinned, or the list of pins is wrong."""
+        """Raise BrokenInvariant if too many cells are pinned or the list of pins is wrong."""
         if self.n_pinned > self._n_pinned_max:
             raise BrokenInvariant(f"sessions pin {self.n_pinned} cells, the limit is {self._n_pinned_max}")
         pinned = {key for key, session in self._by_key.items() if session.pin is not None}
@@ -237,12 +239,12 @@ class SessionManager:
         return self._kv_cache
 
     def _count(self, session: Session, n_tokens: int | None) -> int:
-        n_most = len(session.token_ids)
-        if n_tokens is not None and not 0 <= n_tokens <= n_most:
+        n_max = len(session.token_ids)
+        if n_tokens is not None and not 0 <= n_tokens <= n_max:
             raise RejectedError(
-                f"n_tokens is {n_tokens}, session {session.key[1]!r} has {n_most}", param="n_tokens"
+                f"n_tokens is {n_tokens}, session {session.key[1]!r} has {n_max}", param="n_tokens"
             )
-        return n_most if n_tokens is None else n_tokens
+        return n_max if n_tokens is None else n_tokens
 
     def _assign(self, session: Session, token_ids: array[int], salt: str, stream: int) -> None:
         session.token_ids, session.salt, session.stream = token_ids, salt, stream

@@ -1,9 +1,9 @@
-"""Handles session requests on the engine thread; a second thread reads and writes files.
+"""SessionRequestHandler: executes session requests on the engine thread; a second thread does file I/O.
 
-A save or a restore is a generator: it yields a piece of file work, is resumed when that is done, and
-exports or imports the cells of one piece in between. `continue_transfer` resumes one transfer, so a step of
-the engine waits for one piece at most. A save pins nothing: it ends at the first evicted cells. A restored
-piece is pinned with its session, so it is unpinned when requests need the cells.
+A save or a restore is a generator. It yields a piece of file I/O, is resumed when that is done, and exports
+or imports the cells of one piece in between. `continue_transfer` resumes one transfer, so a step of the
+engine waits for at most one piece. A save pins nothing; it ends at the first evicted cells. A restored piece
+is pinned with its session, so it is unpinned when requests need the cells.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llaisys.errors import (
 )
 from llaisys.session_info import SessionInfo
 
-# Most bytes of K and V in a piece of a file; a piece has at least one position.
+# Maximum bytes of K and V in a piece of a file; a piece has at least one position.
 PIECE_BYTES = 2**22
 
 log = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ _Steps: TypeAlias = Generator[Callable[[], Any], Any, None]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineHooks:
-    """The engine's part in a transfer.
+class EngineCallbacks:
+    """The functions of the engine that a transfer calls.
 
-    - `n_available_cells`: cells of a KV stream that are free or can be evicted, and that no running request
-      needs soon.
-    - `begin_restore`: make the session's requests wait. `end_restore`: let them continue, or end them with an
-      error.
+    - `n_available_cells`: returns the number of free or evictable cells of a KV stream that no running
+      request needs soon.
+    - `begin_restore`: makes the session's requests wait. `end_restore`: lets them continue, or ends them with
+      an error.
     """
 
     n_available_cells: Callable[[int], int]
@@ -59,7 +59,7 @@ class EngineHooks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transfer:
-    """A save or a restore in progress, which waits for the file work `work`."""
+    """A save or a restore in progress, which waits for the file I/O `work`."""
 
     call_id: int
     session: Session
@@ -68,20 +68,23 @@ class _Transfer:
 
 
 class SessionRequestHandler:
-    """Owned by one engine. Invariant: each request gets one reply, unless the engine ends."""
+    """Executes the session requests of one engine.
+
+    Invariant: each request gets exactly one reply, unless the engine ends.
+    """
 
     def __init__(
-        self, sessions: SessionManager, kv_cache: KvCacheManager, limits: Limits, hooks: EngineHooks
+        self, sessions: SessionManager, kv_cache: KvCacheManager, limits: Limits, callbacks: EngineCallbacks
     ) -> None:
-        """With a session store, this hashes the weights here, which would otherwise delay a step."""
+        """With a session store, hash the weights now, because doing it later would delay a step."""
         self._sessions = sessions
         self._kv_cache = kv_cache
         self._store = limits.session_store
-        self._hooks = hooks
+        self._callbacks = callbacks
         self._transfers: deque[_Transfer] = deque()
         self._replies: list[SessionReply] = []
         self._pool: ThreadPoolExecutor | None = None
-        # Called on another thread when `continue_transfer` has something to do.
+        # Called on another thread when file I/O is done, so that `continue_transfer` has work.
         self.wake: Callable[[], None] = lambda: None
         self._file_spec = (
             None if self._store is None or not kv_cache.caches_prefixes else _file_spec(kv_cache, limits)
@@ -93,8 +96,10 @@ class SessionRequestHandler:
         return any(transfer.work.done() for transfer in self._transfers)
 
     def handle(self, request: SessionRequest) -> None:
-        """Execute a request, or begin a transfer; the reply is in `pop_replies` at once or when the
-        transfer ends."""
+        """Execute a request or begin a transfer.
+
+        `pop_replies` returns the reply at once, or when the transfer has ended.
+        """
         try:
             sessions = self._execute(request)
         except EngineDeadError:
@@ -106,7 +111,7 @@ class SessionRequestHandler:
             self._replies.append(SessionReply(request.call_id, sessions))
 
     def continue_transfer(self) -> None:
-        """Resume the transfer that has waited longest of those whose file work is done."""
+        """Resume the longest-waiting transfer whose file I/O is done."""
         ready = next((transfer for transfer in self._transfers if transfer.work.done()), None)
         if ready is not None:
             self._transfers.remove(ready)
@@ -118,7 +123,7 @@ class SessionRequestHandler:
         return replies
 
     def close(self) -> None:
-        """Abandon all transfers; wait for the file work in progress."""
+        """Abandon all transfers; wait for file I/O in progress."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         for transfer in self._transfers:
@@ -128,7 +133,7 @@ class SessionRequestHandler:
     # --- inside ---
 
     def _execute(self, request: SessionRequest) -> list[SessionInfo] | None:
-        """Return the sessions to reply with; None: a transfer has begun, and replies later."""
+        """Return the sessions to reply with; None: a transfer has begun and replies later."""
         sessions, client_id = self._sessions, request.client_id
         match request.kind:
             case "list":
@@ -155,15 +160,14 @@ class SessionRequestHandler:
                 path, spec = self._path(request)
                 session = sessions.create(client_id, request.name)
                 session.salt = request.cache_salt
-                self._hooks.begin_restore(session)
+                self._callbacks.begin_restore(session)
                 self._begin(request, session, self._restore(session, path, spec))
                 return None
         return [sessions.info(session)]
 
     def _path(self, request: SessionRequest) -> tuple[Path, SessionFileSpec]:
-        """Return the path and the spec of a file.
-
-        Each client has its own folder; a valid name cannot leave it.
+        """Return the path and the spec of a file. Each client has its own folder; a valid name cannot leave
+        it.
         """
         if self._store is None or self._file_spec is None:
             raise UnsupportedError(
@@ -181,7 +185,7 @@ class SessionRequestHandler:
         self._resume(request.call_id, session, steps, None)
 
     def _resume(self, call_id: int, session: Session, steps: _Steps, done: Future[Any] | None) -> None:
-        """Gives a transfer what it waited for; it hands out more work, or it is over."""
+        """Pass the result of file I/O to a transfer, which starts more I/O or ends."""
         assert self._pool is not None
         try:
             error = None if done is None else done.exception()
@@ -205,7 +209,7 @@ class SessionRequestHandler:
             future.add_done_callback(lambda _: self.wake())
 
     def _save(self, session: Session, path: Path, spec: SessionFileSpec) -> _Steps:
-        """Save the session as it is now; later changes have no effect."""
+        """Save the current state of the session; later changes have no effect."""
         salt, token_ids, stream = session.salt, session.token_ids, session.stream
         writer = SessionWriter(path, token_ids, spec)
         try:
@@ -222,10 +226,7 @@ class SessionRequestHandler:
             writer.close()
 
     def _restore(self, session: Session, path: Path, spec: SessionFileSpec) -> _Steps:
-        """Restore a session.
-
-        The whole file is verified, even after the KV cache has no room for its cells.
-        """
+        """Restore a session. The whole file is verified, even if the KV cache has no space for more cells."""
         reader = SessionReader(path, spec)
         first_loaded, at = None, 0
         try:
@@ -237,16 +238,16 @@ class SessionRequestHandler:
                     first_loaded = at
                 at += n_positions
         except LlaisysError as error:
-            self._hooks.end_restore(session, error)
+            self._callbacks.end_restore(session, error)
             if first_loaded is not None:
                 self._kv_cache.invalidate(session.salt, session.token_ids, session.stream, first_loaded)
             raise
         finally:
             reader.close()
-        self._hooks.end_restore(session, None)
+        self._callbacks.end_restore(session, None)
 
     def _stream_for(self, session: Session) -> int:
-        """Return the stream with most of the session cached; if none has any, the one with most
+        """Return the stream with the longest cached part of the session, otherwise the one with the most
         available cells."""
         index, ids = self._kv_cache.prefix_cache, session.token_ids
         match = index.match(session.salt, ids, len(ids))
@@ -254,16 +255,16 @@ class SessionRequestHandler:
         return (
             match.stream
             if match.n_tokens
-            else max(streams, key=lambda s: (self._hooks.n_available_cells(s), -s))
+            else max(streams, key=lambda s: (self._callbacks.n_available_cells(s), -s))
         )
 
     def _load(self, session: Session, at: int, n_positions: int, data: NDArray[np.uint8]) -> bool:
-        """Cache the next positions and pin them. Return False if they did not fit."""
+        """Cache and pin the next positions. Return False if they do not fit."""
         kv_cache, end = self._kv_cache, at + n_positions
         salt, stream, ids = session.salt, session.stream, session.token_ids[:end]
         loaded = False
         if kv_cache.prefix_cache.match(salt, ids, end, stream).n_tokens < end:
-            if self._hooks.n_available_cells(stream) < n_positions:
+            if self._callbacks.n_available_cells(stream) < n_positions:
                 return False
             loaded = kv_cache.import_cells(salt, ids, stream, at, data)
         self._sessions.pin(session)

@@ -1,11 +1,11 @@
-"""API keys: required on every path except the probes, the web UI and its assets.
+"""AuthMiddleware: requires an API key on every path except the probes, the web UI and its assets.
 
-The rule is a list of exact open paths, not of protected prefixes: an unknown path gets 401, and a new route
-is protected unless it is added to the open paths.
+The rule lists exact open paths, not protected prefixes. So an unknown path gets 401, and a new route is
+protected unless it is added to the open paths.
 
-A keys file has one line `NAME SHA256` for each key. The name is the client for fairness, limits and sessions;
-two keys of one name are one client. The hash is that of the key's UTF-8 bytes, in hexadecimal. Blank lines
-and lines that begin with `#` are skipped. The file is read at startup only.
+A keys file has one line `NAME SHA256` for each key. The name identifies the client for fairness, limits and
+sessions; two keys of one name are one client. The hash is the SHA-256 of the key's UTF-8 bytes in
+hexadecimal. Blank lines and lines that begin with `#` are skipped. The file is read only at startup.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def _read(path: Path) -> list[tuple[bytes, str]]:
         if digest == _EMPTY:
             raise RejectedError(
                 f"the keys file {path}, line {number}: this is the hash of an empty key, which anybody could "
-                "send; is the shell variable unset that should hold the key?",
+                "send; check that the shell variable with the key is set",
                 param="api_key_file",
             )
         if named.setdefault(digest, parts[0]) != parts[0]:
             raise RejectedError(
-                f"the keys file {path}, line {number}: the same key has another name above",
+                f"the keys file {path}, line {number}: an earlier line has the same key with another name",
                 param="api_key_file",
             )
     if not named:
@@ -111,9 +111,9 @@ def _read(path: Path) -> list[tuple[bytes, str]]:
 
 
 class AuthMiddleware:
-    """Passes a request with an accepted key on; every request if there are no keys. Pure ASGI.
+    """Passes on requests with an accepted key, or all requests if there are no keys. Pure ASGI.
 
-    The client's name is in `state["client_id"]` of the scope from here on (`access_log.client_id_of`).
+    Sets the client's name as `state["client_id"]` of the scope (`access_log.client_id_of`).
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, open_paths: Iterable[str]) -> None:
@@ -135,7 +135,7 @@ class AuthMiddleware:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in self._open_paths
 
     def _client(self, scope: Scope) -> str | None:
-        """Return the client. Headers are read as Latin-1, so a non-ASCII key is compared as the bytes
+        """Return the client. Headers are read as Latin-1, so non-ASCII keys are compared as the bytes
         sent."""
         values = Headers(scope=scope).getlist("authorization")
         scheme, _, key = (values[0] if len(values) == 1 else "").partition(" ")

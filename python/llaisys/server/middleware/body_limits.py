@@ -1,4 +1,4 @@
-"""Limits on request bodies: bytes of each, bytes of all, and the time for one to arrive."""
+"""BodyLimitMiddleware: limits the bytes of each request body and of all bodies, and the time of an upload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llaisys.shares import Shares
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Bytes of one body, bytes of those of all open requests, and seconds for one to arrive."""
+    """The limits: bytes of one body, bytes of all open requests' bodies, and seconds of an upload."""
 
     bytes_max: int
     bytes_in_flight: int
@@ -35,19 +35,20 @@ class BodyLimits:
 
 
 class BodyLimitMiddleware:
-    """Responds 413, 429 or 408: before the body is read if its length is declared, else once it is exceeded.
+    """Responds 413, 429 or 408: for a declared length before the body is read, otherwise once a limit is
+    exceeded.
 
-    A body counts from its head to the end of its request, because the request keeps it. Each client has a
-    share of the bytes of all bodies. Bytes that are declared and have not arrived count only within their
-    client's share. The connection stays open after a rejection, so that the client can read it; the rest of
-    the body is read and dropped.
+    A body counts until the end of its request, because the request keeps it. Each client has a share of the
+    bytes of all bodies. Bytes that are declared but have not arrived count only within their client's share.
+    After a rejection, the connection stays open so that the client can read the response; the rest of the
+    body is read and dropped.
     """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, n_clients: int = 1) -> None:
         self._app = app
         self._limits = limits
         self._shares = Shares(limits.bytes_in_flight, n_clients)
-        # Of each client with an open body: bytes that arrived, and bytes that were declared and did not.
+        # For each client with an open body: received bytes, and declared bytes that have not arrived.
         self._arrived: Counter[str] = Counter()
         self._unsent: Counter[str] = Counter()
 
@@ -69,29 +70,29 @@ class BodyLimitMiddleware:
             self._change(body.client_id, -body.n_received, -body.n_unsent)
 
     def declare(self, client_id: str, n_bytes: int) -> None:
-        """Count a declared body. Raises ApiError for too much, without counting it."""
+        """Count a declared body. Raises ApiError above a limit, without counting it."""
         if n_bytes > self._limits.bytes_max:
             raise body_too_large(self._limits.bytes_max)
-        if self._arrived[client_id] + self._unsent[client_id] + n_bytes > self._shares.most:
+        if self._arrived[client_id] + self._unsent[client_id] + n_bytes > self._shares.maximum:
             raise bodies_too_large()
         self._count(client_id, 0, n_bytes)
 
     def arrive(self, body: _CountedBody, n_bytes: int) -> None:
-        """Count received bytes of a body. Raises ApiError for too much, without counting them."""
+        """Count received bytes of a body. Raises ApiError above a limit, without counting them."""
         if body.n_received + n_bytes > self._limits.bytes_max:
             raise body_too_large(self._limits.bytes_max)
         self._count(body.client_id, n_bytes, -min(n_bytes, body.n_unsent))
 
     @property
     def upload_s(self) -> float:
-        """Return the seconds for a body to arrive."""
+        """Maximum seconds of an upload."""
         return self._limits.upload_s
 
     def _count(self, client_id: str, n_arrived: int, n_unsent: int) -> None:
-        held = {client: self._counted(client) for client in {*self._arrived, *self._unsent}}
+        used = {client: self._counted(client) for client in {*self._arrived, *self._unsent}}
         self._change(client_id, n_arrived, n_unsent)
-        n_more = self._counted(client_id) - held.get(client_id, 0)
-        if n_more > 0 and not self._shares.allows(held, client_id, n_more):
+        n_more = self._counted(client_id) - used.get(client_id, 0)
+        if n_more > 0 and not self._shares.allows(used, client_id, n_more):
             self._change(client_id, -n_arrived, -n_unsent)
             raise bodies_too_large()
 
@@ -122,7 +123,10 @@ class _CountedBody:
         self.n_unsent = n_bytes
 
     async def receive(self) -> Message:
-        """ASGI; raises ApiError. After the body's end it waits until the client disconnects."""
+        """Receive the next message (ASGI). After the body's end, wait until the client disconnects.
+
+        Raises ApiError above a limit.
+        """
         if self._is_whole:
             return await self._receive()
         left_s = self._deadline_s - asyncio.get_running_loop().time()

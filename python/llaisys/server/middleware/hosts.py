@@ -1,7 +1,7 @@
-"""Checks of the Host and Origin headers, against other web sites.
+"""HostMiddleware: checks the Host and Origin headers, as a protection against other web sites.
 
-Host must be a name of this server, so that a site whose name was re-pointed to this machine (DNS rebinding)
-gets nothing. Origin must be this server or listed, so that no other site can send requests.
+Host must be a name of this server, against DNS rebinding (a site whose name is re-pointed to this machine).
+Origin must be this server or a listed origin, so that no other site can send requests.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def check_exposure(config: Config) -> None:
 class HostRule:
     """Accepts `Host` values of this server.
 
-    `names` match with the server's port or without one. `wide` (bound to every address) also accepts literal
-    addresses, which no site can re-point, and this machine's own name. `listed` names match with any port.
+    `names` match with the server's port or without a port. `wide` (bound to every address) also accepts
+    literal addresses, which no site can re-point, and this machine's name. `listed` names match with any
+    port.
     """
 
     names: frozenset[str]
@@ -99,7 +100,7 @@ def _is_address(name: str) -> bool:
 
 
 class HostMiddleware:
-    """Rejects requests with a wrong Host or Origin, and WebSockets, before the application. Pure ASGI."""
+    """Rejects WebSockets and requests with a wrong Host or Origin. Pure ASGI."""
 
     def __init__(self, app: ASGIApp, hosts: HostRule, allowed_origins: Iterable[str]) -> None:
         self._app = app
@@ -116,7 +117,8 @@ class HostMiddleware:
             await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return the error, if any. Probes skip the Host check: a prober uses the address that it has."""
+        """Return the error, if any. Probes skip the Host check, because probers use any address of the
+        server."""
         headers = Headers(scope=scope)
         if "websocket" in headers.get("upgrade", "").lower():
             return ApiError(400, "WebSockets are not supported.", code="websocket_refused")

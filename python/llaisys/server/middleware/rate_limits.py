@@ -1,4 +1,5 @@
-"""Limits on the number of requests: of one client, of a full queue, and of the whole server."""
+"""Middleware that limits the number of requests: per client, while the queue is full, and of the whole
+server."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from llaisys.server.http_errors import (
     ApiError,
     send_error,
     to_api_error,
-    too_many_at_once,
-    too_many_in_a_minute,
     too_many_open_requests,
+    too_many_open_requests_of_key,
+    too_many_requests_per_minute,
 )
 from llaisys.server.listener import REQUESTS_MAX, ConnectionStats
 from llaisys.server.middleware.hosts import PROBES
@@ -33,7 +34,7 @@ log = logging.getLogger("llaisys.connections")
 
 @dataclass(slots=True)
 class _Client:
-    """A client's open requests, and its token bucket of one minute's requests, filled evenly."""
+    """A client's open requests, and its token bucket: one minute's requests, refilled evenly."""
 
     left: float = math.inf
     filled_s: float = 0.0
@@ -45,23 +46,23 @@ class _Client:
 
 
 class RateLimitMiddleware:
-    """429 for a client with `at_once` open requests, or `a_minute` requests per minute; None: no limit.
+    """Responds 429 above `max_open` open requests or `per_minute` requests per minute of a client.
 
-    A client is a key's name; without keys there is one client. Every POST, PUT and DELETE counts, except a
-    cancellation, which frees resources. With a limit per minute, each response has OpenAI's
+    None: no limit. A client is a key's name; without keys there is one client. Every POST, PUT and DELETE
+    counts, except cancellations, which free resources. With a limit per minute, each response has OpenAI's
     `x-ratelimit-*-requests` headers. Pure ASGI, inside AuthMiddleware.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        at_once: int | None,
-        a_minute: int | None,
+        max_open: int | None,
+        per_minute: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
-        self._at_once = at_once
-        self._a_minute = a_minute
+        self._max_open = max_open
+        self._per_minute = per_minute
         self._clock = clock
         self._clients = defaultdict[str, _Client](_Client)
 
@@ -80,7 +81,7 @@ class RateLimitMiddleware:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(headers)
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                permit.close()  # before the client sees the end: its next request may follow at once
+                permit.close()  # before the client sees the end, because its next request may follow at once
             await send(message)
 
         if refusal is not None:
@@ -92,41 +93,42 @@ class RateLimitMiddleware:
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self, client: _Client) -> ApiError | None:
-        """Return the error for this client's next request, if any. Fills the bucket for the elapsed time."""
-        if self._a_minute is not None:
-            now_s, rate = self._clock(), self._a_minute / MINUTE_S
-            client.left = min(self._a_minute, client.left + (now_s - client.filled_s) * rate)
+        """Return the error for this client's next request, if any. Refills the bucket for the elapsed
+        time."""
+        if self._per_minute is not None:
+            now_s, rate = self._clock(), self._per_minute / MINUTE_S
+            client.left = min(self._per_minute, client.left + (now_s - client.filled_s) * rate)
             client.filled_s = now_s
             if client.left < 1:
-                return too_many_in_a_minute(self._a_minute, math.ceil((1 - client.left) / rate))
-        if self._at_once is not None and client.n_open >= self._at_once:
-            return too_many_at_once(self._at_once)
+                return too_many_requests_per_minute(self._per_minute, math.ceil((1 - client.left) / rate))
+        if self._max_open is not None and client.n_open >= self._max_open:
+            return too_many_open_requests_of_key(self._max_open)
         return None
 
     def _headers(self, client: _Client) -> dict[str, str]:
-        if self._a_minute is None:
+        if self._per_minute is None:
             return {}
-        return _rate_limit_headers(self._a_minute, client.left)
+        return _rate_limit_headers(self._per_minute, client.left)
 
 
-def _rate_limit_headers(a_minute: int, left: float) -> dict[str, str]:
-    """Return OpenAI's headers: the limit, what is left of it, and the time until the bucket is full."""
-    reset_s = (a_minute - left) * MINUTE_S / a_minute
+def _rate_limit_headers(per_minute: int, left: float) -> dict[str, str]:
+    """Return OpenAI's headers: the limit, the remaining requests, and the time until the bucket is full."""
+    reset_s = (per_minute - left) * MINUTE_S / per_minute
     return {
-        "x-ratelimit-limit-requests": str(a_minute),
+        "x-ratelimit-limit-requests": str(per_minute),
         "x-ratelimit-remaining-requests": str(int(left)),
         "x-ratelimit-reset-requests": f"{reset_s:.3f}s",
     }
 
 
-# Requests of these paths enter the queue of a model, which only the body names.
+# Requests to these paths enter the queue of the model that their body names.
 QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
 
 class QueueLimitMiddleware:
-    """429 before the body is read, for a request that no model would queue.
+    """Responds 429, before the body is read, while no model would queue a request.
 
-    It checks each model's queue; a request that passes may still find the queue of its model full.
+    The queue of the request's model may still be full, which is found after the body was read.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -147,7 +149,7 @@ class QueueLimitMiddleware:
 
 
 class OpenRequestLimitMiddleware:
-    """Up to `maximum` open requests; further ones get 503, except probes. Pure ASGI."""
+    """Responds 503 above `maximum` open requests, except to probes. Pure ASGI."""
 
     def __init__(self, app: ASGIApp, stats: ConnectionStats, maximum: int = REQUESTS_MAX) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: renders a conversation and generates its choices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that `echo` puts before a completion: that of a final assistant message."""
+    """Return the text that `echo` puts before a completion: the content of a final assistant message."""
     last = messages[-1] if messages else {}
     content = last.get("content") if last.get("role") == "assistant" else None
     if isinstance(content, list):
@@ -75,8 +75,7 @@ def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `chat_template_kwargs` for the template. Raises RejectedError for names that the server passes
-    itself; a template never comes from a request."""
+    """Return `chat_template_kwargs` for the template. Raises RejectedError for names that the server sets."""
     for name in kwargs or {}:
         if name in RESERVED_KWARGS:
             where = f"chat_template_kwargs.{name}"
@@ -85,10 +84,10 @@ def template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:
-    """Return (add_generation_prompt, continue_final_message); by default the first is the inverse of the
+    """Return (add_generation_prompt, continue_final_message); the first defaults to the inverse of the
     second.
 
-    Raises RejectedError for both.
+    Raises RejectedError if both are set.
     """
     if add and continue_final:
         raise RejectedError(
@@ -143,9 +142,10 @@ async def prompt_of(
     tools: list[Json] | None,
     n_tokens_max: int | None = None,
 ) -> list[int]:
-    """Return the token ids of a chat with these tools, by the model's template; `messages` are the body's.
+    """Return the token ids of a chat with these tools, rendered with the model's template.
 
-    Raises ContextLengthError for one that must have more than `n_tokens_max`.
+    `messages`: those of the body. Raises ContextLengthError for a text that needs more than `n_tokens_max`
+    tokens.
     """
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     return await engine.chat_prompt(
@@ -160,9 +160,9 @@ async def prompt_of(
 
 
 class ChatCompletionBuilder:
-    """Builds `chat.completion.chunk` objects, and the `chat.completion` that they add up to.
+    """Builds `chat.completion.chunk` objects, or one `chat.completion` from them.
 
-    `parts`: returns the ChoiceDeltas of a choice. `echo`: text that every choice begins with.
+    `parts`: returns a new ChoiceDeltas for a choice. `echo`: the text at the beginning of every choice.
     """
 
     def __init__(
@@ -180,13 +180,13 @@ class ChatCompletionBuilder:
         self._prompt = prompt
         self._parts = defaultdict[int, ChoiceDeltas](parts)
         self._echo = echo
-        # If not streamed.
+        # The choices of an unstreamed response.
         self._collected: dict[int, ChatChoiceBuilder] = {}
         self._prompt_ids = JsonList()
         self._prompt_logprobs = JsonList()
 
     def opening(self) -> list[Json]:
-        """Return the chunks that name the role of each choice, then those that echo text, if requested."""
+        """Return the chunks with the role of each choice, then those that echo text, if requested."""
         choices = range(self._options.n)
         chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in choices]
         if self._options.token_ids:
@@ -196,8 +196,8 @@ class ChatCompletionBuilder:
         return chunks
 
     def chunks(self, index: int, delta: RequestOutput) -> Iterator[Json]:  # noqa: ARG002 -- a chat has one prompt
-        """Yield for each changed choice the chunks of its deltas, then one with its finish reason; before
-        them the prompt's logprobs, if requested."""
+        """Yield the prompt's logprobs, if requested, then for each changed choice the chunks of its deltas
+        and one with its finish reason."""
         given = delta.prompt_logprobs or ()
         for at in range(0, len(given), ECHO_TOKENS):
             yield {"prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
@@ -211,7 +211,7 @@ class ChatCompletionBuilder:
         return [{**self.meta.fields("chat.completion.chunk"), "choices": [], "usage": self.usage.body()}]
 
     def collect(self, chunk: Json) -> int:
-        """Add a chunk to the one object; return the bytes that it has grown by."""
+        """Add a chunk to the object; return by how many bytes it has grown."""
         if "prompt_logprobs" in chunk:
             return self._prompt_logprobs.extend(chunk["prompt_logprobs"])
         (choice,) = chunk["choices"]
@@ -224,7 +224,7 @@ class ChatCompletionBuilder:
         return n_bytes + self._collected[index].add(choice)
 
     def parts(self) -> list[Part]:
-        """Return the one object, its choices in order."""
+        """Return the object, its choices in order."""
         options = self._options
         made = [self._collected[index] for index in sorted(self._collected)]
         choices = [choice.parts(has_logprobs=options.n_top is not None) for choice in made]
@@ -259,7 +259,7 @@ class ChatCompletionBuilder:
         return out
 
     def _chunk(self, index: int, delta: Json, **fields: Any) -> Json:
-        """Return one chunk. Its `usage` is null if usage comes at the end, and filled if it is in every
+        """Return one chunk. `usage` is null if it is sent at the end, and set if it is sent in every
         chunk."""
         choice = {
             "index": index,

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text in, text out, `n` choices for each prompt."""
+"""POST /v1/completions: generates `n` choices for each prompt."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     prompts = prompts_of(body.prompt)
     if body.session_id and len(prompts) > 1:
         raise RejectedError(
-            f"session_id works with one prompt, not {len(prompts)}: send a request for each",
+            f"session_id needs a single prompt, not {len(prompts)}: send one request per prompt",
             param="session_id",
         )
-    shown_ids: list[list[int]] = []  # of prompts that the response repeats
+    shown_ids: list[list[int]] = []  # ids of prompts that the response repeats
     if options.echo or options.prompt_logprobs:
         shown_ids = [
             await engine.prompt_ids(each, params, add_special_tokens=add_special) for each in prompts
@@ -92,9 +92,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt]:
-    """Read the four forms of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
+    """Return the prompts of any form of `prompt`: text, token ids, a list of texts, a list of lists of token
+    ids.
 
-    Raises RejectedError naming the entry. Ids are checked against the vocabulary by the engine.
+    Raises RejectedError naming the entry. The engine checks ids against the vocabulary.
     """
     if isinstance(prompt, str):
         return [text_of("prompt", prompt)]
@@ -112,24 +113,24 @@ def _checked(where: str, entry: Any) -> Prompt:
         return entry
     if isinstance(entry, str):
         return text_of(where, entry)
-    raise RejectedError(f"{where} must be a text or a list of token ids that is not empty", param=where)
+    raise RejectedError(f"{where} must be a string or a non-empty list of token ids", param=where)
 
 
 def _is_ids(values: list[Any]) -> bool:
-    """Return True for token ids; JSON's true and false are none. A million take 40 ms."""
+    """Return True for a list of integers, without JSON's true and false. A million take 40 ms."""
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The text of an echoed prompt, and of its first token, which has no logprob."""
+    """The text of an echoed prompt, and the text of its first token, which has no logprob."""
 
     text: str
     first_token: str
 
 
 async def _echo(engine: AsyncLLM, prompt: Prompt, ids: list[int], params: SamplingParams) -> Echo:
-    """Return the echo of a prompt: its text if it was sent as text and not truncated, else that of its
+    """Return the echo of a prompt: its text if it was sent as text and not truncated, otherwise that of its
     ids."""
     if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
         text = prompt
@@ -147,9 +148,9 @@ class _Choice:
 
 
 class TextCompletionBuilder:
-    """Builds `text_completion` chunks, and the object of the same name that they add up to.
+    """Builds `text_completion` chunks, or one object of the same name from them.
 
-    The choice `i` of the prompt `p` has the index `p * n + i`. `echoes`: one for each prompt, if requested.
+    Choice `i` of prompt `p` has the index `p * n + i`. `echoes`: one for each prompt, if requested.
     """
 
     def __init__(self, meta: CompletionMeta, options: ResponseOptions, echoes: Sequence[Echo] = ()) -> None:
@@ -158,22 +159,22 @@ class TextCompletionBuilder:
         self._options = options
         self._echoes = echoes
         self._choices: dict[int, _Choice] = {}
-        # By prompt, until each of its choices has echoed them.
+        # Logprobs to echo, by prompt, until each of its choices has echoed them.
         self._echoed: dict[int, Sequence[Mapping[int, Logprob] | None]] = {}
-        # If not streamed: the choices, and by prompt what all of its choices share.
+        # The choices of an unstreamed response, and by prompt the fields that its choices share.
         self._collected: dict[int, TextChoiceBuilder] = {}
         self._prompt_ids: dict[int, JsonList] = {}
         self._prompt_logprobs: dict[int, JsonList] = {}
 
     def opening(self) -> list[Json]:
-        """Return nothing: completions have no role."""
+        """Return no chunks, because completions have no role."""
         return []
 
     def chunks(self, index: int, delta: RequestOutput) -> Iterator[Json]:
-        """Yield a chunk of text for each changed choice; the last one of a choice has its finish reason.
+        """Yield a chunk of text for each changed choice; the last chunk of a choice has its finish reason.
 
-        An echoed prompt with logprobs comes first, in chunks of ECHO_TOKENS; before it the prompt's logprobs,
-        if requested.
+        Before them come the prompt's logprobs, if requested, and an echoed prompt with logprobs in chunks of
+        ECHO_TOKENS tokens.
         """
         given = delta.prompt_logprobs
         if given is not None:  # once, with the first generated token
@@ -245,7 +246,7 @@ class TextCompletionBuilder:
         return [{**self.meta.fields("text_completion"), "choices": [], "usage": self.usage.body()}]
 
     def collect(self, chunk: Json) -> int:
-        """Add a chunk to the one object; return the bytes that it has grown by."""
+        """Add a chunk to the object; return by how many bytes it has grown."""
         if "prompt" in chunk:  # each choice of the prompt repeats them
             made = self._prompt_logprobs.setdefault(chunk["prompt"], JsonList())
             return made.extend(chunk["prompt_logprobs"]) * self._options.n
@@ -260,7 +261,7 @@ class TextCompletionBuilder:
         return n_bytes + self._collected[index].add(choice)
 
     def parts(self) -> list[Part]:
-        """Return the one object, choices in the order of their prompts."""
+        """Return the object, choices in the order of their prompts."""
         choices = [
             self._collected[index].parts(self._prompt_fields(index)) for index in sorted(self._collected)
         ]

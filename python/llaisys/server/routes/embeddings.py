@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector of length 1 for each text or list of token ids."""
+"""POST /v1/embeddings: computes one vector of L2 norm 1 for each text or list of token ids."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from llaisys.server.state import state_of
 from llaisys.server.streaming import CompletionResponse
 
 INPUTS_MAX = 2048
-# Inputs of one HTTP request in the engine at the same time, so that one request does not fill the queue.
-INPUTS_AT_ONCE = 32
+# Maximum inputs of one HTTP request in the engine at a time, so that one request does not fill the queue.
+CONCURRENT_INPUTS_MAX = 32
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -61,7 +61,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     bytes_max, d_model = state_of(request).response_bytes.bytes_max, engine.model_info.d_model
     check_embeddings_size(bytes_max, len(inputs), d_model, as_base64=builder.as_base64)
     meta = CompletionMeta.new("embd", builder.model, body.request_id)
-    semaphore = asyncio.Semaphore(min(INPUTS_AT_ONCE, engine.config.max_num_seqs))
+    semaphore = asyncio.Semaphore(min(CONCURRENT_INPUTS_MAX, engine.config.max_num_seqs))
     streams = [
         _embed(engine, semaphore, (each, params, engine_id(client_id, f"{meta.id}-{index}")), engine_kwargs)
         for index, each in enumerate(inputs)
@@ -75,7 +75,7 @@ async def _embed(
     asked: tuple[Prompt, SamplingParams, str],
     engine_kwargs: dict[str, Any],
 ) -> AsyncIterator[RequestOutput]:
-    """Yield the one delta of an input, once the semaphore admits it."""
+    """Yield the single delta of an input, after acquiring the semaphore."""
     async with semaphore:
         stream = cast("Any", engine.generate(*asked, **engine_kwargs))
         try:
@@ -87,7 +87,7 @@ async def _embed(
 
 
 def _inputs_of(given: str | list[Any]) -> list[Prompt]:
-    """Read the four forms of `input`. Raises RejectedError naming the entry."""
+    """Return the inputs of any form of `input`. Raises RejectedError naming the entry."""
     try:
         return prompts_of(given, INPUTS_MAX)
     except RejectedError as e:
@@ -95,9 +95,9 @@ def _inputs_of(given: str | list[Any]) -> list[Prompt]:
 
 
 def _rename_prompt(error: RejectedError) -> RejectedError:
-    """Return the error of a prompt with this endpoint's field name."""
-    if error.param == "request_id":  # the text has the engine's id of the request
-        return RejectedError("an open request has this request_id", param="request_id")
+    """Return an error about a prompt with the field name of this endpoint."""
+    if error.param == "request_id":  # the message has the engine's id of the request
+        return RejectedError("this request_id is in use", param="request_id")
     if error.param is None or not error.param.startswith("prompt"):
         return error
     return type(error)(str(error).replace("prompt", "input", 1), param="input" + error.param[len("prompt") :])
@@ -113,16 +113,19 @@ def _is_base64(encoding_format: str | None) -> bool:
 
 
 def _check_dimensions(wanted: int | None, d_model: int) -> None:
-    """Raise UnsupportedError for other dimensions: models do not say whether vectors may be truncated."""
+    """Raise UnsupportedError unless the dimensions are the model's; models do not state if truncation
+    works."""
     if wanted is not None and wanted != d_model:
         raise UnsupportedError(
-            f"dimensions is {wanted}: only {d_model}, the model's own, is supported", param="dimensions"
+            f"dimensions is {wanted}, supported is only {d_model}, the size of the model", param="dimensions"
         )
 
 
 class EmbeddingListBuilder:
-    """Builds OpenAI's list of `embedding` objects. Each is serialized when it arrives, so that a long list
-    does not block the event loop at its end."""
+    """Builds OpenAI's list of `embedding` objects.
+
+    Each object is serialized when it arrives, so that a long list does not block the event loop.
+    """
 
     def __init__(self, model: str, *, as_base64: bool) -> None:
         self.model = model
@@ -131,11 +134,11 @@ class EmbeddingListBuilder:
         self._data: dict[int, bytes] = {}
 
     def opening(self) -> list[Json]:
-        """Return nothing before the first vector."""
+        """Return no chunks."""
         return []
 
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
-        """Return one object."""
+        """Return one `embedding` object."""
         vector = delta.embedding or b""
         if self.as_base64:
             value: Any = base64.b64encode(vector).decode("ascii")
@@ -146,11 +149,11 @@ class EmbeddingListBuilder:
         ]
 
     def closing(self) -> list[Json]:
-        """Return nothing after the last vector."""
+        """Return no chunks."""
         return []
 
     def collect(self, chunk: Json) -> int:
-        """Add an object to the list; return the bytes that it has grown by."""
+        """Add an object to the list; return by how many bytes it has grown."""
         self._data[chunk["index"]] = chunk["json"]
         return len(chunk["json"])
 

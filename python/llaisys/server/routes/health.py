@@ -1,4 +1,4 @@
-"""Probes of liveness and readiness, and the version. They only read flags."""
+"""GET /livez, /health, /ready and /version: probes of liveness and readiness, and the version."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": UnavailableAnswer
 @router.head("/livez", include_in_schema=False)
 @router.get("/livez", response_model=ProbeAnswer)
 async def livez() -> JSONResponse:
-    """Liveness: 200 as long as the event loop runs."""
+    """Return 200 while the event loop runs (liveness)."""
     return _probe(None)
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=ProbeAnswer, responses=UNAVAILABLE)
 async def health(request: Request) -> JSONResponse:
-    """503 while loading, draining or dead, as in llama.cpp; the same as `/ready`."""
+    """Return 503 while loading, draining or dead, as in llama.cpp; the same as `/ready`."""
     return _probe(state_of(request).unavailable())
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_model=ProbeAnswer, responses=UNAVAILABLE)
 async def ready(request: Request) -> JSONResponse:
-    """503 while loading, draining or dead."""
+    """Return 503 while loading, draining or dead, otherwise 200 (readiness)."""
     return _probe(state_of(request).unavailable())
 
 

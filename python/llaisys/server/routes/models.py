@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the served model names."""
+"""GET /v1/models and /v1/models/{id}: lists the served model names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> dict[str, Any]:
-    """List every served name; responses report the first by default."""
+    """List every served name."""
     state = state_of(request)
     return {"object": "list", "data": [_card(state, name) for name in state.registry().names]}
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, responses=error_responses(404))
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    """Show one served name, which may contain slashes; 404 for another."""
+    """Show one served name, which may contain slashes; 404 for other names."""
     state = state_of(request)
     if name not in state.registry().names:
         raise model_not_found(name)
@@ -31,7 +31,7 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    """`root` is the model's first served name and never a path."""
+    """Return a model card. `root` is the model's first served name, never a path."""
     engine = state.registry().find(name)
     assert engine is not None
     return {

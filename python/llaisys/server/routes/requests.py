@@ -1,4 +1,4 @@
-"""POST /v1/requests/{id}/cancel and GET /v1/requests/{id}/timeline, for the requests of the caller's key."""
+"""POST /v1/requests/{id}/cancel and GET /v1/requests/{id}/timeline, for requests of the caller's key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1/requests", responses=error_responses(404))
 
 
 class RequestState(BaseModel):
-    """The result of a cancellation: the request was open and ends now, or it had ended before."""
+    """The result of a cancellation: `cancelled` if the request was open, `ended` if it had ended before."""
 
     id: str
     object: Literal["request"] = "request"
@@ -28,8 +28,8 @@ class RequestState(BaseModel):
 
 
 class TimelineSpan(BaseModel):
-    """A span of time, in seconds since the arrival. `by`: ids of the requests that caused it; `other` is a
-    request of another key, or one no longer known."""
+    """A span of time, in seconds since the arrival. `by`: ids of the requests that caused it; `other` stands
+    for a request of another key, or one that is no longer known."""
 
     kind: SpanKind
     start_s: float
@@ -38,9 +38,9 @@ class TimelineSpan(BaseModel):
 
 
 class ChoiceTimeline(BaseModel):
-    """One choice, from its arrival (Unix time) to its end, or until now.
+    """The timeline of one choice, from its arrival (Unix time) to its end, or until now.
 
-    The spans follow on each other without a gap; `seconds` sums them up by kind.
+    The spans have no gaps; `seconds` has their sums by kind.
     """
 
     index: int
@@ -52,7 +52,7 @@ class ChoiceTimeline(BaseModel):
 
 
 class RequestTimeline(BaseModel):
-    """Choices that the engine has not received yet, or no longer knows, are missing."""
+    """The timelines of a request's choices, without those that are not known yet or no longer known."""
 
     id: str
     object: Literal["request.timeline"] = "request.timeline"
@@ -61,7 +61,8 @@ class RequestTimeline(BaseModel):
 
 @router.post("/{request_id}/cancel")
 async def cancel_request(request: Request, request_id: RequestName) -> RequestState:
-    """End a request: its stream with an error frame `cancelled`, one without a stream with 499."""
+    """Cancel a request. Its stream ends with an error frame `cancelled`; without a stream it ends with
+    499."""
     entry = state_of(request).requests.find(request_id, client_id_of(request))
     if entry.cancel is None:
         return RequestState(id=entry.id, status="ended")
@@ -71,8 +72,11 @@ async def cancel_request(request: Request, request_id: RequestName) -> RequestSt
 
 @router.get("/{request_id}/timeline")
 async def show_timeline(request: Request, request_id: RequestName) -> RequestTimeline:
-    """Return where the time of a request went: queued, prefill chunks of other requests, preempted, waiting
-    for KV cells or a restored session, a slow reader. The newest 1,024 ended requests are known."""
+    """Return what the time of a request was spent on.
+
+    Examples are the queue, prefill chunks of other requests, preemption, waiting for KV cells or for a
+    restored session, and a slow reader. The newest 1,024 ended requests are known.
+    """
     state, client_id = state_of(request), client_id_of(request)
     entry = state.requests.find(request_id, client_id)
 

@@ -1,6 +1,6 @@
-"""/v1/sessions: named conversations whose KV cells are kept. Each key has its own sessions of each model.
+"""/v1/sessions: manages named conversations whose KV cells are kept. Sessions are per key and model.
 
-Requests use one by `session_id`. `llaisys.engine.sessions.manager` says what a session is.
+Requests name a session by `session_id`. `llaisys.engine.sessions.manager` defines what a session is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ router = APIRouter(
 
 
 class Session(BaseModel):
-    """A session.
+    """The state of a session.
 
     - `num_tokens`: tokens with computed K and V. `num_cached_tokens`: those still in the prefix cache.
     - `num_pinned_tokens`: those protected from eviction. `is_restoring`: requests that name it wait.
@@ -75,7 +75,7 @@ async def list_sessions(request: Request, model: Model = None) -> SessionList:
 
 @router.post("")
 async def create_session(request: Request, body: SessionCreate, model: Model = None) -> Session:
-    """Create an empty session. A request that names a new session creates it, too."""
+    """Create an empty session. A request that names a new session also creates it."""
     client = _client(request, model)
     return _session(await client.create(body.session_id, client_id=client_id_of(request)))
 
@@ -92,7 +92,7 @@ async def show_session(request: Request, session_id: SessionName, model: Model =
 
 @router.delete("/{session_id}")
 async def delete_session(request: Request, session_id: SessionName, model: Model = None) -> SessionDeleted:
-    """Delete a session. Its cells can be evicted from now on."""
+    """Delete a session. Its cells become evictable."""
     info = await _client(request, model).delete(session_id, client_id=client_id_of(request))
     return SessionDeleted(id=info.name)
 
@@ -101,7 +101,7 @@ async def delete_session(request: Request, session_id: SessionName, model: Model
 async def fork_session(
     request: Request, session_id: SessionName, body: SessionFork, model: Model = None
 ) -> Session:
-    """Fork a session and return the new one; nothing is copied."""
+    """Fork a session and return the new one. No KV is copied."""
     client = _client(request, model)
     client_id = client_id_of(request)
     return _session(await client.fork(session_id, body.session_id, body.n_tokens, client_id=client_id))
@@ -120,9 +120,9 @@ async def trim_session(
 async def save_session(
     request: Request, session_id: SessionName, body: SessionSave, model: Model = None
 ) -> Session:
-    """Save a session; respond when the file is on the disk. A file of the same name is replaced.
+    """Save a session, and respond when the file is on disk. Replaces a file of the same name.
 
-    400 without `--session-store`, 507 where its disk is full.
+    400 without `--session-store`, 507 if its disk is full.
     """
     client = _client(request, model)
     return _session(await client.save(session_id, body.file, client_id=client_id_of(request)))
@@ -134,7 +134,7 @@ async def restore_session(
 ) -> Session:
     """Create a session from a saved one.
 
-    400 without `--session-store`, or for a file that is damaged or of another model.
+    400 without `--session-store`, or for a file that is damaged or from another model.
     """
     client = _client(request, model)
     client_id = client_id_of(request)

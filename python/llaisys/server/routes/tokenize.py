@@ -24,7 +24,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the token ids of a prompt for completions, or of messages for a chat."""
     engine, headers = engine_of(request, body, TOKENS_NEUTRAL)
     if (body.prompt is None) == (body.messages is None):
-        raise RejectedError("give either prompt or messages", param="prompt")
+        raise RejectedError("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         ids = await engine.encode(text_of("prompt", body.prompt), add_special_tokens=special)

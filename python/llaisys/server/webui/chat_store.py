@@ -1,8 +1,9 @@
-"""The web UI's chats in one SQLite file: whole documents by owner and id, with a revision for each change.
+"""ChatStore: the web UI's chats in a SQLite file, as documents by owner and id, with a revision for each
+change.
 
-The event loop runs no SQL. One thread writes and one reads, each with its own connection, because a reader
-of a database in WAL mode does not wait for its writers. A deleted chat leaves a tombstone, so that a browser
-that has not looked since learns of it.
+The event loop runs no SQL. One thread writes and one reads, each with its own connection, because a reader of
+a database in WAL mode does not wait for writers. A deleted chat leaves a tombstone, so that other browsers
+see the deletion.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from llaisys.server.http_errors import to_json
 
 CHATS_PER_OWNER_MAX = 100_000
 CHANGES_PER_PAGE = 1_000
-# Calls that wait for a thread or run on it, and the seconds within which a call must get the thread and its
+# Maximum calls that wait for or run on a thread, and seconds within which a call must get the thread and its
 # locks.
 CALLS_MAX = 64
 WAIT_S = 2.0
 
 log = logging.getLogger("llaisys.server")
 
-# One entry for each schema version: what it changed. A file runs those that it lacks, in order.
+# The SQL of each schema version. Opening a file runs the migrations that it lacks, in order.
 MIGRATIONS = (
     """
     CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -45,7 +46,7 @@ MIGRATIONS = (
     );
     CREATE INDEX chats_by_revision ON chats (owner, revision);
     """,
-    # The sizes are kept in the index alone, so that those of an owner are added up without reading a chat.
+    # Only the index has the sizes, so that the sum of an owner's sizes needs no read of a chat.
     """
     ALTER TABLE chats ADD COLUMN n_bytes INTEGER NOT NULL
         GENERATED ALWAYS AS (COALESCE(LENGTH(CAST(body AS BLOB)), 0)) VIRTUAL;
@@ -58,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A chat that changed. `deleted`: only its tombstone is left."""
+    """A changed chat. `deleted`: only its tombstone is left."""
 
     id: str
     revision: int
@@ -67,22 +68,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A write was based on another revision than the chat's, `revision` (0: there is no such chat)."""
+    """A write had a base other than the chat's current revision `revision` (0: there is no such chat)."""
 
     revision: int
 
 
 class ChatStore:
-    """Chats of all owners. `name` is the file's own random name: another file, another name.
+    """The chats of all owners. `name`: a random name stored in the file, which identifies it.
 
-    Every call raises StorageError (the disk), StorageFullError or StorageBusyError: another process holds
-    the file for longer than WAIT_S, or CALLS_MAX calls wait.
+    Every call raises StorageError (the disk), StorageFullError, or StorageBusyError if another process locks
+    the file for longer than WAIT_S seconds or CALLS_MAX calls wait.
     """
 
     def __init__(self, path: Path, bytes_max: int) -> None:
-        """Open or make the file. `bytes_max`: of the chats of one owner.
+        """Open or create the file. `bytes_max`: maximum bytes of one owner's chats.
 
-        Raises RejectedError if the file cannot be used, is not one of ours, or is of a newer version.
+        Raises RejectedError if the file cannot be used, is not a chat store, or has a newer version.
         """
         self._bytes_max = bytes_max
         try:
@@ -105,29 +106,30 @@ class ChatStore:
         return await self._reader.run(lambda db: _get(db, owner, chat_id))
 
     async def put(self, owner: str, chat_id: str, base: int, chat: Any) -> int | Conflict:
-        """Write a chat that is still at revision `base` (0: not there). Return its new revision, or Conflict.
+        """Write a chat that is at revision `base` (0: a new chat). Return its new revision, or Conflict.
 
-        Raises RejectedError for an owner with too many chats or bytes of them.
+        Raises RejectedError if the owner has too many chats or bytes.
         """
         bytes_max = self._bytes_max
         return await self._writer.run(lambda db: _write(db, owner, chat_id, base, _text(chat), bytes_max))
 
     async def delete(self, owner: str, chat_id: str, base: int) -> int | Conflict:
-        """Replace a chat that is still at revision `base` by a tombstone."""
+        """Replace a chat that is at revision `base` with a tombstone. Return the new revision, or
+        Conflict."""
         bytes_max = self._bytes_max
         return await self._writer.run(lambda db: _write(db, owner, chat_id, base, None, bytes_max))
 
     def close(self) -> None:
-        """Close the store after pending writes."""
+        """Close the store after pending calls."""
         self._reader.close()
         self._writer.close()
 
 
 class _Thread:
-    """A thread that owns one connection to the file. Its calls wait in a bounded queue for a bounded time."""
+    """A thread that owns one connection to the file. Calls wait in a bounded queue for a bounded time."""
 
     def __init__(self, path: Path, connect: Callable[[Path], sqlite3.Connection]) -> None:
-        """Raises what `connect` does."""
+        """Raises the errors of `connect`."""
         self._path = path
         self._places = threading.BoundedSemaphore(CALLS_MAX)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llaisys-chats")
@@ -139,7 +141,7 @@ class _Thread:
             raise
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` on the thread. What it leaves uncommitted, however it ends, is rolled back."""
+        """Run `work` on the thread. Uncommitted changes are rolled back, also after an error."""
         if not self._places.acquire(blocking=False):
             raise StorageBusyError(f"{CALLS_MAX} calls wait for the chat store")
         future = self._thread.submit(self._carry_out, work, time.monotonic() + WAIT_S)
@@ -151,7 +153,7 @@ class _Thread:
         return self._thread.submit(work, self._db).result()
 
     def close(self) -> None:
-        """Close the connection, after the calls that wait."""
+        """Close the connection after waiting calls."""
         self._thread.submit(self._db.close).result()
         self._thread.shutdown()
 
@@ -171,13 +173,14 @@ class _Thread:
                 self._db.rollback()
 
     def _check_file(self) -> None:
-        """Raise OSError if the file was replaced: SQLite would write to the removed file, and lose it all."""
+        """Raise OSError if the file was replaced. SQLite would write to the removed file, and lose all
+        writes."""
         if not os.path.samestat(self._path.stat(), self._file):
-            raise OSError("another file has its name now; restart the server")
+            raise OSError("the file was replaced; restart the server")
 
 
 def _storage_error(error: Exception) -> StorageError:
-    """Classify by SQLite's message, because Python 3.10 does not provide its codes."""
+    """Convert by SQLite's message, because Python 3.10 does not provide its error codes."""
     text = str(error)
     if "is full" in text:
         return StorageFullError(f"the chat store: {text}")
@@ -190,14 +193,14 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """The connection that writes, of a file that has every migration."""
+    """Return the connection for writing, after running missing migrations."""
     db = _connect(path)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         _migrate(db, path)
     except BaseException:
-        db.close()  # which also undoes a migration that failed on the way
+        db.close()  # also rolls back a failed migration
         raise
     return db
 
@@ -221,8 +224,8 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version > len(MIGRATIONS):
         raise RejectedError(
-            f"{path} has chat store version {version}, this LLAISYS knows {len(MIGRATIONS)}: "
-            "use a newer one, or another file",
+            f"{path} has chat store version {version}, this LLAISYS supports {len(MIGRATIONS)}: "
+            "use a newer LLAISYS or another file",
             param="chat_store",
         )
     for number in range(version, len(MIGRATIONS)):
@@ -249,7 +252,7 @@ def _get(db: sqlite3.Connection, owner: str, chat_id: str) -> tuple[int, str] | 
 def _write(
     db: sqlite3.Connection, owner: str, chat_id: str, base: int, body: str | None, bytes_max: int
 ) -> int | Conflict:
-    """Compare and write in one transaction: another server may use the same file."""
+    """Compare the revision and write in one transaction, because another server may use the same file."""
     db.execute("BEGIN IMMEDIATE")
     found = db.execute(
         "SELECT revision, n_bytes FROM chats WHERE owner = ? AND id = ?", (owner, chat_id)
@@ -262,7 +265,7 @@ def _write(
     ).fetchone()
     if found is None and n_chats >= CHATS_PER_OWNER_MAX:
         raise RejectedError(
-            f"the chat store holds {n_chats} chats, at most {CHATS_PER_OWNER_MAX}", param="id"
+            f"the chat store has {n_chats} chats, which is the limit; delete some", param="id"
         )
     n_more = (0 if body is None else len(body.encode("utf-8"))) - n_before
     if n_more > 0 and n_bytes + n_more > bytes_max:

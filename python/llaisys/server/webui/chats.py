@@ -1,6 +1,6 @@
-"""/v1/chats: the web UI's chats on the server, with `--chat-store FILE`; without it the list is empty.
+"""/v1/chats: stores the web UI's chats on the server, with `--chat-store FILE`; without it the list is empty.
 
-A chat is a JSON object whose content only the web UI interprets. Each key sees its own chats only.
+A chat is a JSON object whose content only the web UI interprets. Each key sees only its own chats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ChatId = Annotated[str, Path(pattern=r"^[\w-]{1,64}$")]
 
 
 def _digits(value: Any) -> Any:
-    """Reject what pydantic would accept as a number besides digits: `+1.0`, ` 1`."""
+    """Raise ValueError for numbers that are not plain digits, such as `+1.0` and ` 1`, which pydantic
+    accepts."""
     if isinstance(value, str) and not (value.isascii() and value.isdigit()):
         raise ValueError("must be digits")
     return value
@@ -36,9 +37,10 @@ router = APIRouter(prefix="/v1/chats", route_class=BodyRoute)
 
 @router.get("", response_model=ChatChanges)
 async def list_changes(request: Request, since: Revision = 0) -> dict[str, Any]:
-    """List the changes after a revision, oldest first; request again from the last one while `has_more`.
+    """List the changes after a revision, oldest first. While `has_more`, request again from the last
+    revision.
 
-    `store` names the file; if it differs from before, revisions restart. It is null without a store.
+    `store` identifies the file; revisions of different files are unrelated. It is null without a store.
     """
     store: ChatStore | None = request.app.state.chats
     if store is None:
@@ -55,7 +57,7 @@ async def list_changes(request: Request, since: Revision = 0) -> dict[str, Any]:
 
 @router.get("/{chat_id}", response_model=StoredChat, responses=error_responses(404))
 async def read_chat(request: Request, chat_id: ChatId) -> Response:
-    """Return a chat as it was written."""
+    """Return a chat, unchanged as it was written."""
     found = await _store(request).get(client_id_of(request), chat_id)
     if found is None:
         raise ApiError(404, "There is no such chat.", code="not_found", param="id")
@@ -67,20 +69,21 @@ async def read_chat(request: Request, chat_id: ChatId) -> Response:
 
 @router.put("/{chat_id}", response_model=ChatWritten, responses=error_responses(404, 409, 507))
 async def write_chat(request: Request, chat_id: ChatId, body: ChatWrite) -> dict[str, Any]:
-    """Write a chat; 409 if it changed since `base`, 400 over `max_chat_bytes_per_key`, 507 on a full disk."""
+    """Write a chat; 409 if it has changed since `base`, 400 over `max_chat_bytes_per_key`, 507 on a full
+    disk."""
     store = _store(request)
     return _written(chat_id, await store.put(client_id_of(request), chat_id, body.base, body.chat))
 
 
 @router.delete("/{chat_id}", response_model=ChatWritten, responses=error_responses(404, 409, 507))
 async def delete_chat(request: Request, chat_id: ChatId, base: Revision) -> dict[str, Any]:
-    """Delete a chat; 409 if it changed since `base`."""
+    """Delete a chat; 409 if it has changed since `base`."""
     return _written(chat_id, await _store(request).delete(client_id_of(request), chat_id, base))
 
 
 def _written(chat_id: str, done: int | Conflict) -> dict[str, Any]:
     if isinstance(done, Conflict):
-        message = f"The chat is at revision {done.revision}; read it and write again from there."
+        message = f"The chat is at revision {done.revision}; read it and write again with this base."
         raise ApiError(409, message, code="conflict", param="base")
     return {"id": chat_id, "revision": done}
 
@@ -88,6 +91,6 @@ def _written(chat_id: str, done: int | Conflict) -> dict[str, Any]:
 def _store(request: Request) -> ChatStore:
     store: ChatStore | None = request.app.state.chats
     if store is None:
-        message = "This server keeps no chats; `llaisys serve --chat-store FILE` does."
+        message = "This server has no chat store; set one with `llaisys serve --chat-store FILE`."
         raise ApiError(404, message, code="not_found")
     return store

@@ -1,4 +1,4 @@
-"""The web UI at `/` and its assets: read once at startup, served from memory by exact path."""
+"""Serves the web UI at `/` and its assets, which are read once at startup, from memory by exact path."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llaisys.server.http_errors import ApiError
 PACKAGE = Path(__file__).resolve().parents[2]
 
 # Where `make build` and the wheel put the built web UI.
-PLACE = PACKAGE / "webui"
+WEBUI_FOLDER = PACKAGE / "webui"
 
-# Not `mimetypes`, which depends on the machine; with `nosniff` a wrong type would disable the scripts.
+# Not `mimetypes`, which depends on the machine: with `nosniff`, a wrong type would disable the scripts.
 MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -46,8 +46,8 @@ NOT_BUILT = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <title>LLAISYS</title>
-<h1>LLAISYS is running; its chat page is not built</h1>
-<p>The API at <code>/v1</code> works. For the page, install the LLAISYS wheel, which has it, or install
+<h1>LLAISYS is running; its web UI is not built</h1>
+<p>The API at <code>/v1</code> works. For the web UI, install the LLAISYS wheel, which includes it, or install
 Node.js 20.19 or newer and run <code>make serve</code> again.
 </html>
 """
@@ -58,7 +58,7 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file. `cache`: its Cache-Control; `gzipped`: None if it would not be smaller."""
+    """One file. `cache`: its Cache-Control header. `gzipped`: None if compression does not help."""
 
     content: bytes
     gzipped: bytes | None
@@ -66,18 +66,18 @@ class Asset:
     cache: str
 
 
-def load_webui(place: Path = PLACE) -> Mapping[str, Asset]:
-    """Return URL path -> file. Without a built web UI, `/` alone, which says how to build it.
+def load_webui(folder: Path = WEBUI_FOLDER) -> Mapping[str, Asset]:
+    """Return URL path -> file; without a built web UI only `/`, a page with instructions to build it.
 
     Files under `assets/` have a hash in their name and may be cached forever.
     """
-    if not (place / "index.html").is_file():
+    if not (folder / "index.html").is_file():
         log.warning(
-            "the chat page is not built: install the wheel, or Node.js 20.19 and `make serve`; the API works"
+            "the web UI is not built: install the wheel, or Node.js 20.19 and `make serve`; the API works"
         )
         return {"/": Asset(NOT_BUILT.encode(), None, "text/html", "no-cache")}
-    assets = {f"/assets/{path.name}": _asset(path, ASSET_CACHE) for path in sorted(place.glob("assets/*.*"))}
-    return {"/": _asset(place / "index.html", "no-cache"), **assets}
+    assets = {f"/assets/{path.name}": _asset(path, ASSET_CACHE) for path in sorted(folder.glob("assets/*.*"))}
+    return {"/": _asset(folder / "index.html", "no-cache"), **assets}
 
 
 def _asset(path: Path, cache: str) -> Asset:
