@@ -116,7 +116,7 @@ def test_a_child_that_dies_in_each_load_is_given_up(monkeypatch: pytest.MonkeyPa
     assert "SIGKILL" in str(client.end_of("open").error)
     assert "restarted 3 times, which is the limit" in until_lost(client)
     assert client.outputs.empty()
-    with pytest.raises(EngineDeadError, match="no more"):
+    with pytest.raises(EngineDeadError, match="which is the limit"):
         client.submit("late")
     client.client.close()
 
