@@ -1,12 +1,12 @@
-"""Attack a server with every case of tests/attack, and measure what other clients notice.
+"""Run every case of tests/attack against a server, and measure the effect on another client.
 
 usage: attack.py [--only WORD] [--port PORT --pid PID]
 
-One server of SmolLM2 with two API keys. While a case runs with the first key, a process of its own streams
-with the second key and asks /livez ten times per second. Goals, for each case: only the replies that it
-allows; /livez within 1 s; no gap over 1 s between two pieces of the stream; memory back within 64 MB of
-what it was before; the same process. One line per case goes to benches/results/attack.jsonl, a verdict last,
-which is the exit code. Timed, so not part of `make test`: `tests/e2e/test_attack.py` counts.
+One server of SmolLM2 has two API keys. While a case runs with the first key, a separate process streams with
+the second key and calls /livez ten times per second. Goals for each case: only the allowed replies; /livez
+within 1 s; no gap over 1 s between two pieces of the stream; memory within 64 MB of its value before; the
+same server process. Writes one line per case and a summary to benches/results/attack.jsonl; the exit code is
+0 if all goals are met. Not part of `make test`, because it is timed: `tests/e2e/test_attack.py` counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OUT = Path(__file__).parent / "results" / "attack.jsonl"
 KEYS = ("sk-attacker-0123456789", "sk-neighbor-0123456789")
 FLAGS = ("--num-kv-cells", "16384", "--max-num-seqs", "16", "--log-level", "warning")
 LIVEZ_S, GAP_S, MEMORY_BYTES = 1.0, 1.0, 64 << 20
-# Freed memory goes back within a few seconds of rest (server/memory.py).
+# Freed memory returns to the system within a few seconds of idle time (server/lifecycle.py).
 REST_S = 20.0
 STREAM = {
     "prompt": "Once upon a time",
@@ -51,7 +51,7 @@ STREAM = {
 
 
 class Neighbor:
-    """A client that shares the server with the attacker: streams, and asks for /livez, in two threads."""
+    """A client that shares the server with the attacker; one thread streams, another calls /livez."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -62,7 +62,7 @@ class Neighbor:
             threading.Thread(target=work, daemon=True).start()
 
     def serve(self, line: Connection) -> None:
-        """Answer each message with what was seen since the last one."""
+        """Reply to each message with the measurements since the last one."""
         while True:
             line.recv()
             with self._lock:
@@ -107,7 +107,7 @@ class Neighbor:
             time.sleep(0.1)
 
     def _read_stream(self, client: socket.socket) -> bool:
-        """True if it ended as it should. The wait for the first piece is noted by itself."""
+        """Return True if the stream ended normally. The wait for the first piece is recorded separately."""
         last_s, name, tail = time.monotonic(), "first_piece_max_s", b""
         while piece := client.recv(65536):
             now_s = time.monotonic()
@@ -118,13 +118,13 @@ class Neighbor:
 
 
 def neighbor(target: Target, line: Connection) -> None:
-    """A process of its own: the attacker's work must not delay its clock."""
+    """Run the neighbor in a separate process, so that the attacker does not delay its clock."""
     Neighbor(target).serve(line)
 
 
 @contextlib.contextmanager
 def watched(target: Target) -> Iterator[Connection]:
-    """The neighbor, asked through the connection."""
+    """Start the neighbor; yield the connection to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=neighbor, args=(target, theirs), daemon=True)
@@ -136,20 +136,20 @@ def watched(target: Target) -> Iterator[Connection]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of the server and its children."""
+    """Return the resident bytes of the server and its children."""
     server = psutil.Process(pid)
     return sum(each.memory_info().rss for each in [server, *server.children(recursive=True)])
 
 
 def seen(line: Connection) -> dict[str, Any]:
-    """What the neighbor saw since it was asked last."""
+    """Return the neighbor's measurements since the last call."""
     line.send(None)
-    told: dict[str, Any] = line.recv()
-    return told
+    measured: dict[str, Any] = line.recv()
+    return measured
 
 
 def run(case: Case, target: Target, line: Connection) -> dict[str, Any]:
-    """Carry a case out; the line of its result. `wrong` lists the goals that it missed."""
+    """Run a case and return its result. `wrong` lists the missed goals."""
     before = resident_bytes(target.pid)
     seen(line)
     statuses: Counter[str] = Counter()
@@ -189,7 +189,7 @@ def run(case: Case, target: Target, line: Connection) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name or group holds this word")
+    parser.add_argument("--only", default="", help="cases whose name or group contains this word")
     only = parser.parse_args().only
     cases = [case for case in CASES if only in case.name or only in case.group]
     with (
@@ -201,7 +201,7 @@ def main() -> int:
         target = Target(host, int(port), server.process.pid, *KEYS)
         missed = 0
         print(json.dumps({"at": datetime.now(timezone.utc).isoformat(), "cases": len(cases)}), file=out)
-        for token in (1, 2):  # touches every KV cell, so that its memory is no case's
+        for token in (1, 2):  # touch every KV cell, so that no case is charged for their memory
             target.post("/v1/completions", {"prompt": [token] * 8100, "max_tokens": 1})
         with watched(target) as line:
             time.sleep(3.0)

@@ -1,9 +1,9 @@
-"""What a step costs in Python: plan, arrays and settling, with a core that costs nothing.
+"""Measure the Python cost of a step (plan, arrays, result), with a core that costs nothing.
 
     python benches/engine.py [--sequences 256] [--steps 2000]
 
 Prints one JSON line: microseconds of a step (median, 99th percentile) with all sequences decoding, and of its
-parts. The goal is 1 ms a step at 256 sequences on one core.
+parts. The goal is 1 ms per step with 256 sequences on one core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCAB_SIZE = 1000
 
 
 class FreeCore:
-    """The calls of `_core.Context`, at no cost: cells are counted, tokens are always 7."""
+    """Implements the calls of `_core.Context` at no cost: it counts cells, and all tokens are 7."""
 
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
         self.n_cells = self.n_cells_free = n_cells
@@ -57,7 +57,7 @@ class FreeCore:
 
 
 def measure(n_sequences: int, n_steps: int) -> dict[str, float]:
-    """Microseconds of a step in which every sequence decodes."""
+    """Return the microseconds of a step in which every sequence decodes."""
     limits = Limits(
         max_num_seqs=n_sequences,
         max_num_batched_tokens=max(512, 2 * n_sequences),
@@ -99,7 +99,7 @@ def measure(n_sequences: int, n_steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Reads the flags and measures."""
+    """Parse the flags and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2000)

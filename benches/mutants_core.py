@@ -1,8 +1,8 @@
 """Mutation testing of the KV cache: each named mutant of `kv/` must fail one of its tests.
 
 The files and their tests are copied into a small crate of the same name, so that a mutant builds in seconds.
-A mutant is a text in a file (found exactly once) and its replacement. Exit code 1: a mutant survived,
-or its text was not found.
+A mutant is a text that occurs exactly once in a file, and its replacement. Exit code 1: a mutant survived, or
+its text was not found.
 
     python benches/mutants_core.py [--out benches/results/mutants-rust.txt] [--only NAME ...]
 """
@@ -44,7 +44,7 @@ debug = 0
 
 [workspace]
 """
-# The errors that `error.rs` takes from modules that are not here.
+# Stubs of the errors that `error.rs` imports from modules outside the small crate.
 LIB = """
 pub mod batch;
 pub mod dtype;
@@ -59,9 +59,9 @@ pub mod sample {
     pub struct SamplingError;
 }
 """
-SECONDS_MAX = 300  # a mutant that loops for ever is caught too
+SECONDS_MAX = 300  # a mutant that loops forever counts as caught
 
-# name: (file, what stands there, what stands there instead)
+# name: (file, original text, replacement)
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "summary bits never set": ("kv/free.rs", "if *word != u64::MAX {", "if true {"),
     "summary bits never cleared": ("kv/free.rs", "if !was_full {", "if true {"),
@@ -164,7 +164,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 
 def crate(folder: Path) -> None:
-    """The small crate, unchanged."""
+    """Create the small crate without a mutant."""
     (folder / "Cargo.toml").write_text(MANIFEST)
     shutil.copy(ROOT / "Cargo.lock", folder / "Cargo.lock")
     for kind, names in (("src", SOURCES), ("tests", TEST_FOLDERS)):
@@ -177,7 +177,7 @@ def crate(folder: Path) -> None:
 
 
 def cargo(folder: Path, *arguments: str) -> bool:
-    """True if it succeeds in time."""
+    """Run cargo; return True if it succeeds in time."""
     command = ["cargo", "test", "--offline", "--quiet", *arguments]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=SECONDS_MAX, check=False)
@@ -187,7 +187,7 @@ def cargo(folder: Path, *arguments: str) -> bool:
 
 
 def failing(folder: Path) -> str | None:
-    """The first test module that fails, or `build`."""
+    """Return the first test module that fails, `build`, or None."""
     if not cargo(folder, "--no-run", "--test", "kv"):
         return "build"
     for test in TESTS:
@@ -196,8 +196,8 @@ def failing(folder: Path) -> str | None:
     return None
 
 
-def verdict(folder: Path, name: str) -> str:
-    """`caught by ...`, `SURVIVED`, or why it is no mutant."""
+def result(folder: Path, name: str) -> str:
+    """Return `caught by ...`, `SURVIVED`, or why the mutant is invalid."""
     file, old, new = MUTANTS[name]
     path = folder / "src" / file
     text = path.read_text("utf-8")
@@ -227,7 +227,7 @@ def main() -> int:
             print(f"{test} fails without a mutant")
             return 1
         for mutant in arguments.only:
-            lines.append(f"{verdict(folder, mutant):24} {MUTANTS[mutant][0]:16} {mutant}")
+            lines.append(f"{result(folder, mutant):24} {MUTANTS[mutant][0]:16} {mutant}")
             print(lines[-1], flush=True)
     n_caught = sum(line.startswith("caught") for line in lines)
     lines.append(f"{n_caught} of {len(arguments.only)} caught in {time.monotonic() - start:.0f} s")

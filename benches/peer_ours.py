@@ -25,7 +25,7 @@ VOCAB = 49000  # below both models' special tokens
 
 
 class TimedContext:
-    """The core's context, its decodes timed."""
+    """Wraps the core's context and times its decodes."""
 
     seconds = 0.0
 
@@ -74,7 +74,7 @@ class Ours:
         outputs = self.llm.generate(prompts, params)
         seconds = time.perf_counter() - start
         if any(len(output.outputs[0].token_ids) != n_new for output in outputs):
-            sys.exit("a request gave fewer tokens than it was asked for")
+            sys.exit("a request returned fewer tokens than requested")
         return seconds, TimedContext.seconds - core
 
     def decode(self, n_streams: int, n_context: int, n_new: int) -> dict[str, float]:

@@ -166,20 +166,20 @@ def cpu_name() -> str:
 
 
 def machine() -> str:
-    """The processor, and which instructions ours finds."""
+    """Return the processor's name, and the instruction sets that LLAISYS detects."""
     from llaisys import _core
 
     return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
 
 
 def commit() -> str:
-    """Which sources are here."""
+    """Return the commit of the sources."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS).stdout.strip() or "unknown"
 
 
 def prepare() -> None:
-    """The embedded model under the peers' models."""
+    """Link the embedded model into the folder of the peers' models."""
     from llaisys.hub import resolve_model
 
     link = MODELS / "smollm2.gguf"
@@ -188,7 +188,7 @@ def prepare() -> None:
 
 
 def main() -> int:
-    """Reads the flags, measures, reports."""
+    """Parse the flags, measure and report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -214,13 +214,13 @@ def main() -> int:
     left = chosen if args.report else measure_all(bench, chosen, args)
     peers_report.write(bench.rounds, RESULTS, machine(), {"llaisys": commit(), **versions()})
     if left and not args.report:
-        print(f"{len(left)} rows are left; the same command goes on: {' '.join(r.name for r in left[:8])}")
+        print(f"{len(left)} rows are left; run the command again: {' '.join(r.name for r in left[:8])}")
         return ROWS_ARE_LEFT
     return 0
 
 
 def measure_all(bench: Bench, chosen: list[Row], args: argparse.Namespace) -> list[Row]:
-    """Rows that have too few rounds still."""
+    """Measure the rows in turn; return those that still have too few rounds."""
     prepare()
     loaded = ""
     try:

@@ -154,7 +154,7 @@ def bench_rate(output: str) -> float:
 
 
 def start(engine: str, file: str, *, timed: bool = False) -> Resident | LlamaTools:
-    """Loads an engine."""
+    """Load an engine."""
     model = MODELS / file
     name, _, setting = engine.partition("/")
     if name == "llaisys":

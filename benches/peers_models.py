@@ -3,11 +3,11 @@
 usage: .venv-peers/bin/python benches/peers_models.py FOLDER
 
 Writes FOLDER/q05 (a Hugging Face folder in BF16), q05-{bf16,f16,q8_0,q4_0}.gguf and q05-ov-{bf16,int8,int4}
-(OpenVINO, which reads no BF16 file: made from the F16 one and run in bf16). The weights are a function of a
-seed, so every machine creates the same files; the speed of a dense model does not depend on its weights
+(OpenVINO, which reads no BF16 file: created from the F16 one and run in bf16). The weights are a function of
+a seed, so every machine creates the same files; the speed of a dense model does not depend on its weights
 (except for the rows that pruned argmax reads).
-Nothing is fetched: the tokenizer is the test data's. What is there is kept. The 4-bit files keep the
-embedding, which is the head too, in 8 bits, for every engine.
+Nothing is downloaded: the tokenizer is from the test data. Existing files are kept. The 4-bit files have the
+embedding, which is also the head, in 8 bits, for every engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ LAYER = [
 
 
 def tensors() -> Iterator[tuple[str, str, NDArray[np.float32]]]:
-    """Name in a folder, name in a GGUF file, values that BF16 holds exactly; the same on every machine."""
+    """Yield name in a folder, name in a GGUF file, and values that are exact in BF16; equal on every
+    machine."""
     generator = np.random.Generator(np.random.PCG64(0))
     named = [("model.embed_tokens.weight", "token_embd.weight", (151936, 896))]
     for i in range(CONFIG["num_hidden_layers"]):
@@ -75,7 +76,7 @@ def tensors() -> Iterator[tuple[str, str, NDArray[np.float32]]]:
 
 
 def write_folder(folder: Path) -> None:
-    """The Hugging Face folder; safetensors is a JSON header and the tensors one after the other."""
+    """Write the Hugging Face folder; safetensors is a JSON header and the tensors one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder / name)
@@ -94,7 +95,7 @@ def write_folder(folder: Path) -> None:
 
 
 def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """A GGUF file with matrices of this type; the embedding has at least 8 bits, vectors are F32."""
+    """Write a GGUF file with matrices of this type; the embedding has at least 8 bits, vectors are F32."""
     writer = gguf.GGUFWriter(str(path) + ".part", "qwen2")
     writer.add_block_count(CONFIG["num_hidden_layers"])
     writer.add_context_length(CONFIG["max_position_embeddings"])
@@ -139,8 +140,9 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> None:
 
 
 def write_openvino(folder: Path) -> None:
-    """OpenVINO's files: its own reader of the F16 file saves the graph, nncf compresses it as optimum-intel
-    would (int8: a scale a channel, asymmetric; int4: symmetric, groups of 128, embedding in int8)."""
+    """Write OpenVINO's files: its reader of the F16 file saves the graph, and nncf compresses it as
+    optimum-intel does (int8: one scale per channel, asymmetric; int4: symmetric, groups of 128, embedding in
+    int8)."""
     import nncf
     import openvino as ov
     import openvino_genai as genai

@@ -40,7 +40,7 @@ def tokens_per_s(by_context: dict[str, float]) -> float:
 
 
 def ratios(found: Iterable[Round], engine: str, peer: str) -> list[float]:
-    """`engine` over `peer` (BEST: the fastest peer of the round), round by round."""
+    """Return the ratios of `engine` to `peer` (BEST: the fastest peer of the round), by round."""
     made = []
     for each in found:
         rates = {name: tokens_per_s(r) for name, r in each["rates"].items()}
@@ -52,7 +52,7 @@ def ratios(found: Iterable[Round], engine: str, peer: str) -> list[float]:
 
 
 def best_of_ours(summary: dict[str, Any]) -> str:
-    """Our engine of a row with the greatest ratio to the best peer; the plain one if there are no peers."""
+    """Return our engine of a row with the highest ratio to the best peer; the plain one without peers."""
     ours = {name: e["ratios"].get(BEST, 0.0) for name, e in summary["engines"].items() if is_ours(name)}
     return max(ours, key=ours.__getitem__)
 
@@ -136,7 +136,7 @@ def round_line(each: Round) -> str:
 
 
 def table_of(found: list[Round]) -> dict[str, Any]:
-    """Summaries by row, in the order of the rows."""
+    """Return summaries by row, in the order of the rows."""
     by_row: dict[str, list[Round]] = {}
     for each in found:
         by_row.setdefault(each["row"], []).append(each)
@@ -151,7 +151,7 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         "",
         f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
-        "Tokens per second (medians); in brackets the median of our ratio to it, round by round. Bold: our",
+        "Tokens per second (medians); in brackets the median of our ratio to it, by round. Bold: our",
         "ratio to the best peer of each round. GB/s: the read bandwidth between the engines (median).",
         "",
         "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",

@@ -1,4 +1,4 @@
-"""The benchmark's own check, without peers: their output is understood, medians and ratios are right.
+"""Check the benchmark without peers: parsing of their output, medians and ratios.
 
 `peers.py --smoke` runs it; tests/unit/test_bench_peers.py does too. The outputs are from real runs,
 shortened.
@@ -36,7 +36,7 @@ BENCH = """warning: asserts enabled
 
 
 def a_round(row: str, ours: float, llama: float, openvino: float) -> peers_report.Round:
-    """With a read of 50, 40, 60 and 50 GB/s between the engines."""
+    """Return a round with memory reads of 50, 40, 60 and 50 GB/s between the engines."""
     context = str(MIDDLE[0])
     rates = {"llama.cpp": llama, "llaisys": ours, "openvino": openvino}
     return {
@@ -50,7 +50,7 @@ def a_round(row: str, ours: float, llama: float, openvino: float) -> peers_repor
 
 
 def check() -> None:
-    """Raises AssertionError where something is wrong."""
+    """Run all checks; raises AssertionError."""
     check_parsing()
     check_arithmetic()
     check_report()
@@ -102,7 +102,8 @@ def check_report() -> None:
 
 
 def check_roofline() -> None:
-    """1 MB at 10 GB/s takes 100 us, 10^8 operations at 2 x 100 GFLOP/s 500 us: 1 ms is half as fast."""
+    """Check that 1 ms is half as fast as 1 MB at 10 GB/s (100 us) and 10^8 operations at 200 GFLOP/s (500
+    us)."""
     product = Product("linear-bf16-o", 16, 1e-3, n_bytes=1e6, n_operations=1e8)
     assert abs(product.share(gb_s=10.0, gflops=100.0) - 0.5) < 1e-9
     assert abs(product.share(gb_s=1.0, gflops=100.0) - 1.0) < 1e-9

@@ -4,12 +4,11 @@ tokens.
 usage: quality.py [--peer-python .venv-peers/bin/python] [--threads N] [--out FILE]
 
 Three sources, each compared with its own weights in float32:
-- `file`: SmolLM2's GGUF as it is, in the default mode of either engine.
+- `file`: SmolLM2's GGUF, in the default mode of each engine.
 - `bf16`: its weights dequantized to BF16, then quantized by each engine. They are close to the grid of the
-  original file (Q4_1 with groups of 32 inputs; the head Q8_0), which a quantizer with groups of 32 can
-  recover: this favors it.
+  original file (Q4_1 with groups of 32 inputs, head Q8_0). This favors a quantizer with groups of 32.
 - `shuffled`: the same function with the channels between the matrices permuted, so that no group of 32 is one
-  of the file's. No weight is close to a grid there, as in weights that were never quantized.
+  of the file's groups. So no weight is close to a grid, as in weights that were never quantized.
 
 The interval is the 95 % bootstrap interval of the mean over tokens (2,000 resamples). `make bench-quality`.
 """

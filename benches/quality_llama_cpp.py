@@ -3,7 +3,7 @@
 usage: quality_llama_cpp.py logits MODEL.gguf IDS.npy OUT.npy N_THREADS
        quality_llama_cpp.py quantize SOURCE.gguf TARGET.gguf FTYPE N_THREADS
 
-IDS.npy holds windows of token ids, int32 `[n, T]`; OUT.npy gets the logits, float32 `[n, T, vocab]`, each
+IDS.npy has windows of token ids, int32 `[n, T]`; OUT.npy gets the logits, float32 `[n, T, vocab]`, each
 window in one batch on an empty cache. FTYPE is a name of llama.cpp's (`MOSTLY_Q8_0`). Prints the version.
 """
 

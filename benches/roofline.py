@@ -38,7 +38,7 @@ class Product:
     n_operations: float
 
     def share(self, gb_s: float, gflops: float) -> float:
-        """Fraction of the roofline: 1 is the machine's limit."""
+        """Return the fraction of the roofline; 1 is the machine's limit."""
         rate = RATE.get(self.group.split("-")[1], INTEGERS)
         least_s = max(self.n_bytes / gb_s, self.n_operations / (gflops * rate)) / 1e9
         return least_s / self.seconds

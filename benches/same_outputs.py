@@ -1,11 +1,11 @@
-"""Tokens and logprob bits of 500 seeded requests, to compare two versions of the code.
+"""Print tokens and logprob bits of 500 seeded requests, to compare two versions of the code.
 
 `PYTHONPATH=TREE/python python benches/same_outputs.py [--seed 0] > FILE`, once for each tree; equal files
 mean equal bits. Each line is one request: its index, a digest of prompt and parameters, a digest of the
 prompt's logprobs, and for each choice its token ids and a digest of its logprobs.
 
-Uses exported names only, so that it runs on any version. Up to 16 requests share a batch on a KV cache of
-1,536 cells: chunked prompts, prefix hits, preemption and several choices are part of what is compared.
+Uses only exported names, so that it runs on any version. Up to 16 requests share a batch on a KV cache of
+1,536 cells. So the comparison covers chunked prompts, prefix hits, preemption and several choices.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from typing import Any
 from llaisys import LLM, RequestOutput, SamplingParams
 
 N_REQUESTS = 500
-# Half of the prompts begin with one of these: the prefix cache takes part.
+# Half of the prompts begin with one of these, to use the prefix cache.
 SHARED = [[random.Random(i).randrange(1000, 40000) for _ in range(90)] for i in range(6)]
 
 
 def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts as token ids, and sampling parameters as keywords."""
+    """Return prompts as token ids, and sampling parameters as keywords."""
     rng = random.Random(seed)
     made = []
     for _ in range(N_REQUESTS):
@@ -52,12 +52,12 @@ def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def digest(value: Any) -> str:
-    """BLAKE2b-64 of the JSON form."""
+    """Return the BLAKE2b-64 digest of the JSON form."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def bits(logprobs: Any) -> str | None:
-    """A digest of (token id, float64 bits) at each position; None where no logprobs were asked for."""
+    """Return a digest of (token id, float64 bits) at each position; None without logprobs."""
     if logprobs is None:
         return None
     return digest(
@@ -71,7 +71,7 @@ def bits(logprobs: Any) -> str | None:
 
 
 def line(index: int, asked: object, output: RequestOutput) -> str:
-    """One request and its outputs as a line of JSON."""
+    """Return one request and its outputs as a line of JSON."""
     completions = [
         {"tokens": list(choice.token_ids), "logprobs": bits(choice.logprobs), "finish": choice.finish_reason}
         for choice in output.outputs

@@ -1,12 +1,12 @@
-"""Times of a running server, with the client of `llaisys bench serve`.
+"""Benchmark a running server with the client of `llaisys bench serve`.
 
 usage: server.py load|overload|health|mask ... [--seconds 40] [--concurrency 1 4 16] [--url URL]
 
-- `load`: start to ready, then first token, per token and throughput by concurrency (`make bench-serve`);
-  `--url` measures a server that runs already.
+- `load`: time to ready, then first token, per token and throughput by concurrency (`make bench-serve`);
+  `--url` measures a server that is already running.
 - `overload`, `health`, `mask`: see benches/server_*.py (`make bench-server`).
 
-Each step starts a server of its own with SmolLM2 and appends a JSON line, with the machine's name, to
+Each step starts its own server with SmolLM2. It appends a JSON line with the machine's name to
 benches/results/serve.jsonl (load) or server.jsonl.
 """
 
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def load(arguments: argparse.Namespace) -> dict[str, Any]:
-    """128 tokens in, 128 out, greedy, by concurrency."""
+    """Measure greedy requests of 128 input and 128 output tokens, by concurrency."""
     if arguments.url:
         return {"url": arguments.url, "rows": _rows(arguments.url, arguments.concurrency)}
     with own_server("smollm2", "--log-level", "warning") as server:
@@ -48,7 +48,7 @@ def load(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _first_ttft_s(url: str) -> float:
-    """Of a request that no other went before."""
+    """Return the time to first token of a server's first request."""
     target, record = Target(base_url=url, model="smollm2", fields=GREEDY), RequestRecord(due_s=0.0)
     async with session_of(target) as session:
         await send(session, target, [1000] * 16, 2, record)

@@ -1,8 +1,8 @@
-"""How long /health takes while four clients send bodies of 27 MB, again and again, half of them in chunks.
+"""Measure /health while four clients repeatedly send bodies of 27 MB, half of them in chunks.
 
-At the default limit each is refused with 413; where the server has a flag for the limit, the same with it
-raised to 32 MiB, where every body is read, parsed and tokenised. Probes are due 20 times a second, whether
-or not the last one was answered, and timed from when they were due. Goal at the default limit: p99 at most
+At the default limit each body is rejected with 413. If the server has a flag for the limit, a second run
+raises it to 32 MiB, so that every body is read, parsed and tokenized. Probes are due 20 times per second, even
+if the last one has no response yet, and timed from when they were due. Goal at the default limit: p99 at most
 50 ms.
 """
 
@@ -32,7 +32,7 @@ FLAGS = ("smollm2", "--num-threads", "1", "--num-kv-cells", "8192", "--log-level
 
 
 def health(seconds: float) -> dict[str, Any]:
-    """Both limits, `seconds` each."""
+    """Measure both limits, `seconds` seconds each."""
     result = {"default": _under(seconds, ())}
     if _has(LIMIT_FLAG):
         result["raised"] = _under(seconds, (LIMIT_FLAG, str(RAISED_BYTES)))
@@ -72,7 +72,7 @@ def _under(seconds: float, flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 async def _probe(url: str, seconds: float, on_probe: Any) -> list[float]:
-    """Milliseconds of each probe, from when it was due."""
+    """Return the milliseconds of each probe, from when it was due."""
     took_ms: list[float] = []
     async with session_of(Target(base_url=url)) as session:
 
@@ -93,7 +93,7 @@ async def _probe(url: str, seconds: float, on_probe: Any) -> list[float]:
 
 
 def _flood(url: str, seconds: float, counts: Any) -> None:
-    """In a process of its own: statuses of the answers, `cut` where none came before the end."""
+    """Send bodies from a separate process; count the statuses, `cut` for a connection without a response."""
     words = "the tide comes in and the tide goes out, " * (BODY_BYTES // 41)
     body = json.dumps({"model": "smollm2", "messages": [{"role": "user", "content": words}]}).encode()
     end_s, answers = time.monotonic() + seconds, Counter[str]()
@@ -109,8 +109,10 @@ def _flood(url: str, seconds: float, counts: Any) -> None:
 
 
 def _send(url: str, body: bytes, is_declared: bool) -> str:
-    """With its length in the head, or in chunks, whose sum the server has to count. Plain sockets: an answer
-    that comes while the body is sent can be read although the connection is closed."""
+    """Send a body with a declared length or in chunks; return the status or `cut`.
+
+    Uses plain sockets, which can read a response sent during the upload even if the connection is closed.
+    """
     parts = urlsplit(url)
     assert parts.hostname is not None
     length = f"content-length: {len(body)}" if is_declared else "transfer-encoding: chunked"
@@ -119,7 +121,7 @@ def _send(url: str, body: bytes, is_declared: bool) -> str:
         f"{length}\r\nconnection: close\r\n\r\n"
     )
     with socket.create_connection((parts.hostname, parts.port or 80), timeout=60) as connection:
-        with contextlib.suppress(OSError):  # closed while we send
+        with contextlib.suppress(OSError):  # the server closed the connection during the upload
             connection.sendall(head.encode())
             for start in range(0, len(body), PIECE):
                 piece = body[start : start + PIECE]

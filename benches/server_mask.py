@@ -1,4 +1,5 @@
-"""What a grammar costs a token: the same number of tokens free and under a grammar, alternated in one run."""
+"""Measure the cost of a grammar per token: equal completions with and without a grammar, alternated in one
+run."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from server_process import on_client_core, own_server
 
 ROUNDS, N_OUTPUT = 3, 96
 FLAGS = ("smollm2", "--num-threads", "1", "--num-kv-cells", "8192", "--log-level", "warning")
-EOS = "2"  # of SmolLM2
+EOS = "2"  # SmolLM2's
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# None of them ends before N_OUTPUT tokens.
+# None of these completions ends before N_OUTPUT tokens.
 KINDS: dict[str, dict[str, Any]] = {
     "free": {"ignore_eos": True},
     "letters": {"structured_outputs": {"regex": "[ a-z]*"}, "logit_bias": {EOS: -100}},
@@ -28,7 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def mask() -> dict[str, Any]:
-    """Median TPOT by concurrency and kind, and what a mask adds, in microseconds; one a sequence a step."""
+    """Return the median TPOT by concurrency and kind, and the microseconds of a mask per sequence and
+    step."""
     result: dict[str, Any] = {}
     with own_server(*FLAGS) as server, on_client_core():
         for concurrency in (1, 16):
@@ -59,6 +61,6 @@ def _tpot_ms(url: str, fields: dict[str, Any], concurrency: int, seed: int) -> f
     lengths = {record.output_tokens for record in run.records}
     if lengths != {N_OUTPUT}:
         raise SystemExit(
-            f"answers have {sorted(lengths)} tokens, {N_OUTPUT} were asked for: {result['failures']}"
+            f"completions have {sorted(lengths)} tokens, expected {N_OUTPUT}: {result['failures']}"
         )
     return float(result["median_tpot_ms"])

@@ -1,10 +1,10 @@
-"""Ten times as many requests as the server can do: how fast it says no, and what the admitted ones lose.
+"""Measure ten times the server's capacity: the time to reject a request, and the loss of throughput.
 
-One engine thread; the client is on the other core. Capacity is measured with a closed loop that fills every
-batch; then an open Poisson loop sends ten times its requests a second. All are chats, with template and text.
-Throughput is read from the server's own token counter in a window that leaves out the beginning; refusals'
-seconds are those of the server's log.
-Goals: refusals' p99 at most 100 ms, throughput at least 85 % of that at capacity, no 5xx.
+One engine thread; the client is on the other core. The capacity is measured with a closed loop that fills
+every batch. Then an open Poisson loop sends ten times its requests per second. All requests are chats, with
+template and text. Throughput is read from the server's token counter in a window without the beginning;
+rejection times are from the server's log. Goals: rejections' p99 at most 100 ms, throughput at least 85 % of
+that at capacity, no 5xx.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIELDS = {"ignore_eos": True, "temperature": 0}
 
 @dataclass
 class Watch:
-    """What the server says of itself, twice a second."""
+    """Samples the server's metrics twice per second."""
 
     server: OwnServer
     at_s: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Watch:
     rss_bytes: list[int] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Sample until canceled."""
         while True:
             self.at_s.append(time.perf_counter())
             self.tokens.append(await asyncio.to_thread(self.server.metric, "vllm:generation_tokens_total"))
@@ -47,14 +47,14 @@ class Watch:
             await asyncio.sleep(0.5)
 
     def rate(self, from_s: float, to_s: float) -> float:
-        """Tokens a second between the first and the last look in the window."""
+        """Return tokens per second between the first and the last sample in the window."""
         inside = [i for i, at_s in enumerate(self.at_s) if from_s <= at_s <= to_s and i < len(self.tokens)]
         first, last = inside[0], inside[-1]
         return (self.tokens[last] - self.tokens[first]) / (self.at_s[last] - self.at_s[first])
 
 
 def overload(seconds: float) -> dict[str, Any]:
-    """`seconds` at capacity, then as many at ten times of it."""
+    """Measure `seconds` seconds at capacity, then as many at ten times the capacity."""
     with own_server(*FLAGS) as server, on_client_core():
         return asyncio.run(_overload(server, seconds))
 
@@ -72,7 +72,7 @@ async def _overload(server: OwnServer, seconds: float) -> dict[str, Any]:
 
         watch = Watch(server)
         watching = asyncio.create_task(watch.run())
-        prompts, n = at_rate(rate * 1.1, 2)  # some more, so that it lasts
+        prompts, n = at_rate(rate * 1.1, 2)  # some more, so that the load lasts
         start_s = time.perf_counter()
         capacity = await run_load(session, target, prompts, [0.0] * n, N_SEQS)
         at_capacity = watch.rate(start_s + RAMP_S, start_s + min(seconds, 0.9 * capacity.duration_s))
@@ -82,7 +82,7 @@ async def _overload(server: OwnServer, seconds: float) -> dict[str, Any]:
         over = await run_load(session, target, prompts, arrival_times(n, rate * FACTOR, 1.0, 3))
         admitted = watch.rate(start_s + RAMP_S, start_s + seconds)
         watching.cancel()
-    refusals_ms = 1e3 * np.array(server.answer_seconds(429, log_size) or [0.0])
+    refusals_ms = 1e3 * np.array(server.response_seconds(429, log_size) or [0.0])
     return {
         "capacity_requests_per_s": rate,
         "capacity_tokens_per_s": at_capacity,

@@ -1,4 +1,4 @@
-"""A server of our own to measure: `llaisys serve` on a free port, its log in a file, and what it says."""
+"""OwnServer: starts `llaisys serve` on a free port with its log in a file, and reads its log and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _END_LINE = re.compile(r"\bstatus\W+(\d+)\W+seconds\W+([\d.]+)")
 
 @dataclass(frozen=True)
 class OwnServer:
-    """`start_s`: from the process's start to /ready."""
+    """A running server. `start_s`: seconds from the start of the process to /ready."""
 
     url: str
     process: psutil.Process
@@ -30,7 +30,7 @@ class OwnServer:
     start_s: float
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of the samples of /metrics of this name with this word among their labels."""
+        """Return the sum of the samples of a metric whose labels contain `label`."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         return sum(
             float(line.rpartition(" ")[2])
@@ -38,16 +38,18 @@ class OwnServer:
             if re.match(rf"{name}[ {{]", line) and label in line
         )
 
-    def answer_seconds(self, status: int, since: int = 0) -> list[float]:
-        """Seconds from the arrival of a request to its answer's end, by the server's own log, of every answer
-        of this status. `since`: the log's size where the reading begins."""
+    def response_seconds(self, status: int, since: int = 0) -> list[float]:
+        """Return the seconds of all requests with this status, from the server's log.
+
+        `since`: the size of the log at which to start reading.
+        """
         text = self.log.read_bytes()[since:].decode("utf-8", "replace")
         return [float(seconds) for found, seconds in _END_LINE.findall(text) if int(found) == status]
 
 
 @contextmanager
 def own_server(*flags: str) -> Iterator[OwnServer]:
-    """Ready when it is yielded, ended behind."""
+    """Start a server; yield it when it is ready, and stop it afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         command = [sys.executable, "-m", "llaisys", "serve", "--port", "0", *flags]
@@ -66,7 +68,8 @@ def own_server(*flags: str) -> Iterator[OwnServer]:
             if process.poll() is not None:
                 end = log.read_text("utf-8")[-4000:]
                 print(
-                    f"the server has ended by itself, with code {process.returncode}:\n{end}", file=sys.stderr
+                    f"the server ended with code {process.returncode}:\n{end}",
+                    file=sys.stderr,
                 )
             process.terminate()
             process.wait(30)
@@ -74,7 +77,7 @@ def own_server(*flags: str) -> Iterator[OwnServer]:
 
 @contextmanager
 def on_client_core() -> Iterator[None]:
-    """This process, and what it starts meanwhile, on one core; a server that runs already keeps them all."""
+    """Bind this process and new children to one core; a server that is running keeps its cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before & {CLIENT_CORE} or before)
     try:

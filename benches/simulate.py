@@ -1,10 +1,10 @@
-"""Simulated requests per minute on one core: real scheduler, prefix cache and KvCache, no kernels.
+"""Measure simulated requests per minute on one core: real scheduler, prefix cache and KvCache, no kernels.
 
     python benches/simulate.py [--requests 20000]
 
-The mix is that of tests/sim: prompts of 1 to 256 tokens, outputs of 1 to 64, half of the seeds short of
-cells, with aborts, timeouts, priorities, choices, shared prefixes and failures, and every plan checked.
-Prints one JSON line; the time is the process's own: other work on the machine does not count. Goal: 100,000.
+The mix is that of tests/sim: prompts of 1 to 256 tokens, outputs of 1 to 64, aborts, timeouts, priorities,
+choices, shared prefixes and failures. Half of the seeds lack cells, and every plan is checked. Prints one
+JSON line; the time is CPU time, so other work on the machine does not count. Goal: 100,000.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ N_SEEDS = 20
 
 
 def main() -> None:
-    """Reads the flags and measures."""
+    """Parse the flags and measure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,14 @@
-"""Mixed traffic and faults over HTTP against a real server, for a long time: does anything grow?
+"""Send mixed traffic and faults to a real server for a long time, to detect growth of memory, files or
+threads.
 
 usage: soak.py [--minutes 30] [--seed N]
 
-Rounds of traffic by many clients; between them the server is let come to rest, and its memory, open files
-and threads are read, its children's with them. The warm-up fills what is bounded: KV cells, grammars, the
-tokenizer's words, pools of threads, what all visitors at once take; then it lasts until a sixth of the time
-is over, two minutes at least, for the books of ended requests. Goals behind it: memory at the end within 2 MB
-of memory then, files and threads no more than then, no answer that is not as it has to be. Lines go to
-benches/results/soak-server.jsonl: one a round, then the verdict, which is the exit code.
+Many clients send traffic in rounds. Between rounds the server becomes idle, and its memory, open files and
+threads are read, including those of its children. The warm-up fills everything that is bounded: KV cells,
+grammars, the tokenizer's cache, thread pools, and the registry of ended requests. It lasts for a sixth of the
+time, at least two minutes. Goals after it: memory at the end within 2 MB of memory after the warm-up, no more
+files and threads, no unexpected response. Writes one line per round and a summary to
+benches/results/soak-server.jsonl; the exit code is 0 if all goals are met.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FLAGS = (
 
 @dataclass
 class Soak:
-    """The state of a run: samples at rest, what was done, what went wrong."""
+    """The state of a run: idle samples, counts of actions, counts of errors."""
 
     server: OwnServer
     seed: int
@@ -58,7 +59,7 @@ class Soak:
     wrong: Counter[str] = field(default_factory=Counter)
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """The verdict."""
+        """Run the soak; return the summary."""
         warm_up_s = max(120.0, seconds / 6)
         start_s, n_warm = time.monotonic(), 0
         asyncio.run(self._with_session(self._fill_caches))
@@ -69,19 +70,19 @@ class Soak:
             n_warm += sample["at_s"] < warm_up_s
             print(json.dumps(sample), flush=True)
             if sample["at_s"] > seconds and len(self.samples) >= n_warm + 6:
-                return self._verdict(self.samples[n_warm:])
+                return self._summary(self.samples[n_warm:])
         raise AssertionError
 
     async def _with_session(self, work: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
-        """Connections of its own, closed behind it: at rest the server has none."""
+        """Use new connections and close them afterwards, so that the idle server has none."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S)
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             await work(session)
 
     async def _fill_caches(self, session: aiohttp.ClientSession) -> None:
-        """KV cells; grammars, until those that are compiled anew find room where others were (1,200 did);
-        more words than the tokenizer keeps, in prompts that are too long to be run."""
+        """Fill all caches: KV cells, grammars (1,200 reach a steady state), and more words than the tokenizer
+        caches, in prompts that are too long to run."""
         visitor = Visitor(session, random.Random(self.seed), self.server.url, "filler")
         for _ in range(2 * N_CELLS // PROMPT):
             ids = visitor.rng.choices(range(1000, 40_000), k=PROMPT)
@@ -93,7 +94,7 @@ class Soak:
             Visitor(session, random.Random(f"{self.seed} {k}"), self.server.url, "crowd")
             for k in range(N_VISITORS)
         ]
-        for _ in range(3):  # more at once than the dice will bring: connections, threads, what each takes
+        for _ in range(3):  # more concurrent requests than any round: connections, threads and their memory
             await asyncio.gather(*map(burst, crowd), *map(bad, crowd), *map(structured, crowd))
         for _ in range(12):
             words = ("".join(visitor.rng.choices(string.ascii_lowercase, k=9)) for _ in range(2000))
@@ -117,7 +118,7 @@ class Soak:
         await asyncio.gather(*map(visit, visitors))
 
     def _at_rest(self, at_s: float) -> dict[str, Any]:
-        """Nothing runs or waits, and the sums over the server's processes."""
+        """Wait until nothing runs or waits; return the sums over the server's processes."""
         while any(self.server.metric(f"vllm:num_requests_{state}") for state in ("running", "waiting")):
             time.sleep(0.1)
         time.sleep(REST_S)
@@ -136,10 +137,10 @@ class Soak:
         }
 
     def _ended(self) -> float:
-        """Requests that have come to an end."""
+        """Return the number of ended requests."""
         return self.server.metric("vllm:request_success_total")
 
-    def _verdict(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    def _summary(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         first, last = samples[:3], samples[-3:]
 
         def change(name: str) -> float:
@@ -166,7 +167,7 @@ class Soak:
 
 
 def theil_sen(x: list[float], y: list[float]) -> float:
-    """The median slope over all pairs."""
+    """Return the median slope over all pairs (Theil-Sen)."""
     return float(
         np.median(
             [

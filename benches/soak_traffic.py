@@ -1,8 +1,8 @@
-"""What clients do to a server in a soak: good requests, bad ones, and ones that go away in the middle.
+"""The actions of clients in a soak test: valid requests, invalid ones, and disconnects.
 
-Each action is a coroutine that raises AssertionError if the server did not answer as it has to. What is drawn
-comes from the worker's own seeded generator; words and grammars are drawn from fixed sets, whose every member
-is in the server's bounded caches after the warm-up.
+Each action is a coroutine that raises AssertionError for an unexpected response. Random values are from the
+visitor's seeded generator. Words and grammars are from fixed sets, which the server's bounded caches contain
+after the warm-up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import aiohttp
 from llaisys.bench.workload import WORDS
 
 N_GRAMMARS = 300  # more than the server keeps
-BUSY = (200, 408, 429)  # 408: the server is given little time for a request
+BUSY = (200, 408, 429)  # 408: the server has a short request timeout
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """One client: its connections, its dice, its name."""
+    """One client: its connections, its random generator and its name."""
 
     session: aiohttp.ClientSession
     rng: random.Random
@@ -34,11 +34,11 @@ class Visitor:
     name: str
 
     def words(self, most: int) -> str:
-        """Up to `most` words."""
+        """Return up to `most` words."""
         return " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, most)))
 
     async def post(self, path: str, expected: tuple[int, ...], body: Any) -> dict[str, Any]:
-        """The answer's JSON."""
+        """Send a body; return the JSON of the response."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         async with self.session.post(self.url + path, data=raw, headers=headers) as answer:
@@ -48,7 +48,7 @@ class Visitor:
             return found
 
     def chat_body(self, **fields: Any) -> dict[str, Any]:
-        """A chat of one or two messages."""
+        """Return the body of a chat of one or two messages."""
         messages = [{"role": "user", "content": self.words(40)}]
         if self.rng.random() < 0.3:
             messages = [{"role": "system", "content": self.words(8)}, *messages]
@@ -59,18 +59,18 @@ Action: TypeAlias = "Callable[[Visitor], Awaitable[None]]"
 
 
 async def chat(visitor: Visitor) -> None:
-    """A whole answer."""
+    """Request a chat completion without a stream."""
     await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body())
 
 
 async def completion(visitor: Visitor) -> None:
-    """Several choices with log-probabilities and stop strings."""
+    """Request several choices with logprobs and stop strings."""
     body = {"prompt": visitor.words(30), "max_tokens": 12, "n": 2, "logprobs": 2, "stop": ["the", "\n"]}
     await visitor.post("/v1/completions", BUSY, {**body, "seed": visitor.rng.randint(0, 9)})
 
 
 async def stream(visitor: Visitor) -> None:
-    """A stream, read to its one end; sometimes slowly."""
+    """Read a stream to its terminator, sometimes slowly."""
     pause_s = 0.05 if visitor.rng.random() < 0.2 else 0.0
     body = visitor.chat_body(stream=True, stream_options={"include_usage": True})
     async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as answer:
@@ -83,7 +83,7 @@ async def stream(visitor: Visitor) -> None:
 
 
 async def leave(visitor: Visitor) -> None:
-    """A client that is gone after some chunks, or before any."""
+    """Disconnect after some chunks, or before any."""
     body = visitor.chat_body(stream=visitor.rng.random() < 0.7, ignore_eos=True)
     body["max_tokens"] = 400
     with contextlib.suppress(asyncio.TimeoutError):
@@ -100,17 +100,17 @@ async def _read_some(visitor: Visitor, body: dict[str, Any]) -> None:
 
 
 async def take_too_long(visitor: Visitor) -> None:
-    """An answer that the server's time limit cuts."""
+    """Request a completion that exceeds the server's request timeout."""
     await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body(max_tokens=3000, ignore_eos=True))
 
 
 async def burst(visitor: Visitor) -> None:
-    """More at once than run and wait: some are refused."""
+    """Send more requests at once than may run and wait, so that some are rejected."""
     await asyncio.gather(*(chat(visitor) for _ in range(30)))
 
 
 async def half_a_request(visitor: Visitor) -> None:
-    """A head without its body, or a piece of a head, and the connection closed."""
+    """Send a head without its body, or a part of a head, and disconnect."""
     parts = urlsplit(visitor.url)
     _, writer = await asyncio.open_connection(parts.hostname, parts.port)
     head = f'POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-length: 1000\r\n\r\n{{"prompt":'
@@ -121,7 +121,7 @@ async def half_a_request(visitor: Visitor) -> None:
 
 
 async def bad(visitor: Visitor) -> None:
-    """A request that is wrong in one way; a full queue does not read it, but where it is too large."""
+    """Send an invalid request. While the queue is full it gets 429, unless it is too large."""
     path, status, body = visitor.rng.choice(
         [
             ("/v1/chat/completions", 400, b"{not json"),
@@ -142,17 +142,17 @@ async def bad(visitor: Visitor) -> None:
         answer = await visitor.post(path, (status,) if status == 413 else (status, 429), body)
         assert answer["error"]["message"]
     except aiohttp.ClientOSError:
-        assert status == 413  # closed while the body was sent
+        assert status == 413  # the server closed the connection during the upload
 
 
 async def structured(visitor: Visitor) -> None:
-    """An answer under one of N_GRAMMARS grammars."""
+    """Request a completion with one of N_GRAMMARS grammars."""
     i = visitor.rng.randrange(N_GRAMMARS)
     await visitor.post("/v1/chat/completions", BUSY, {**visitor.chat_body(), **grammar(i)})
 
 
 def grammar(i: int) -> dict[str, Any]:
-    """The fields of grammar `i`."""
+    """Return the request fields of grammar `i`."""
     if i % 2:
         return {"structured_outputs": {"regex": f"[a-z]{{1,{1 + i}}}"}}
     schema = {"type": "object", "properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"]}
@@ -160,14 +160,14 @@ def grammar(i: int) -> dict[str, Any]:
 
 
 async def tool(visitor: Visitor) -> None:
-    """A call of a tool, by grammar."""
+    """Require a tool call."""
     parameters = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body(tools=tools, tool_choice="required"))
 
 
 async def look(visitor: Visitor) -> None:
-    """What dashboards and probes read."""
+    """Read the paths of dashboards and probes."""
     path = visitor.rng.choice(["/livez", "/health", "/ready", "/metrics", "/v1/models", "/version", "/"])
     async with visitor.session.get(visitor.url + path) as answer:
         assert answer.status == 200, f"{path}: {answer.status}"
@@ -175,19 +175,19 @@ async def look(visitor: Visitor) -> None:
 
 
 async def embed(visitor: Visitor) -> None:
-    """An embedding of several texts."""
+    """Request embeddings of several texts."""
     body = {"input": [visitor.words(20) for _ in range(3)], "encoding_format": "base64"}
     await visitor.post("/v1/embeddings", BUSY, body)
 
 
-async def tokenise(visitor: Visitor) -> None:
-    """A text into ids and back."""
+async def tokenize(visitor: Visitor) -> None:
+    """Tokenize a text and detokenize the ids."""
     ids = (await visitor.post("/tokenize", (200,), {"prompt": visitor.words(50)}))["tokens"]
     await visitor.post("/detokenize", (200,), {"tokens": ids})
 
 
 async def converse(visitor: Visitor) -> None:
-    """Two turns of a named session, which is deleted behind."""
+    """Run two turns of a named session, then delete it."""
     name = f"s-{visitor.name}"
     messages = [{"role": "user", "content": visitor.words(10)}]
     for _ in range(2):
@@ -214,13 +214,13 @@ ACTIONS: tuple[tuple[Action, int, str], ...] = (
     (tool, 2, ""),
     (look, 6, ""),
     (embed, 2, "/v1/embeddings"),
-    (tokenise, 2, "/tokenize"),
+    (tokenize, 2, "/tokenize"),
     (converse, 4, "/v1/sessions"),
 )
 
 
 async def available(visitor: Visitor) -> list[tuple[Action, int]]:
-    """The actions whose route this server has."""
+    """Return the actions whose route the server has."""
     there = []
     for action, weight, route in ACTIONS:
         if route:

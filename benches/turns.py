@@ -1,10 +1,10 @@
-"""What the prefix cache and a cancel give back, on SmolLM2 and the real core.
+"""Measure the second turn of a chat (prefix cache) and the release of cells after a cancel, on SmolLM2.
 
     python benches/turns.py [--rounds 5] [--cancels 200]
 
-Second turn: the first token of a chat of 1,500 tokens that goes on with 20 new ones, against the same prompt
-cold (goal: 15 % of it). Reclaim: from an abort to the return of its cells, under seven other streams (goal:
-p99 at most one step and 50 ms). Prints one JSON line for each.
+Second turn: time to first token of a chat of 1,500 tokens with 20 new ones, compared with the same prompt
+without a cached prefix (goal: 15 % of it). Reclaim: time from an abort to the release of the cells, with
+seven other streams (goal: p99 at most one step and 50 ms). Prints one JSON line for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ steps_ms: list[float] = []
 
 
 def watch() -> None:
-    """Notes when the engine thread gives a sequence and its cells back, and how long the core computes."""
+    """Record when the engine thread releases a sequence and its cells, and the time of each step."""
     close, run = Worker.close_sequence, Worker.execute_model
 
     def timed_close(self: Worker, seq_id: int) -> None:
@@ -46,29 +46,30 @@ def watch() -> None:
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
-    """Tokens that mean nothing; none is special."""
+    """Return random token ids; none is special."""
     return [rng.randrange(1000, 40_000) for _ in range(n)]
 
 
-async def answer(llm: AsyncLLM, prompt: list[int], n_tokens: int, name: str) -> tuple[float, list[int]]:
-    """Seconds to the first token, and all of them."""
+async def generate(llm: AsyncLLM, prompt: list[int], n_tokens: int, name: str) -> tuple[float, list[int]]:
+    """Return the seconds to the first token, and all token ids."""
     params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
-    start_s, first_s, told = time.perf_counter(), 0.0, []
+    start_s, first_s, completion = time.perf_counter(), 0.0, []
     async for output in llm.generate(prompt, params, name):
         first_s = first_s or time.perf_counter() - start_s
-        told += output.outputs[0].token_ids
-    return first_s, told
+        completion += output.outputs[0].token_ids
+    return first_s, completion
 
 
 async def second_turn(llm: AsyncLLM, n_rounds: int) -> dict[str, Any]:
-    """First-token times of a chat's second turn, and of the same prompt with nothing of it cached."""
+    """Measure the time to first token of a chat's second turn, and of the same prompt without a cached
+    prefix."""
     rng, warm, cold = random.Random(0), [], []
     for i in range(n_rounds):
         chat = ids(rng, N_CHAT - N_ANSWER)
-        _, told = await answer(llm, chat, N_ANSWER, f"first {i}")
-        turn = [*chat, *told, *ids(rng, N_NEW)]
-        warm.append((await answer(llm, turn, 1, f"warm {i}"))[0])
-        cold.append((await answer(llm, [*ids(rng, 1), *turn[1:]], 1, f"cold {i}"))[0])
+        _, completion = await generate(llm, chat, N_ANSWER, f"first {i}")
+        turn = [*chat, *completion, *ids(rng, N_NEW)]
+        warm.append((await generate(llm, turn, 1, f"warm {i}"))[0])
+        cold.append((await generate(llm, [*ids(rng, 1), *turn[1:]], 1, f"cold {i}"))[0])
     return {
         "bench": "second_turn",
         "tokens": N_CHAT + N_NEW,
@@ -80,7 +81,7 @@ async def second_turn(llm: AsyncLLM, n_rounds: int) -> dict[str, Any]:
 
 
 async def reclaim(llm: AsyncLLM, n_cancels: int) -> dict[str, Any]:
-    """Milliseconds from an abort at a random moment to the return of the sequence and its cells."""
+    """Measure the time from an abort at a random moment to the release of the sequence and its cells."""
     rng, took = random.Random(1), []
     steps_ms.clear()
     streams: list[tuple[str, asyncio.Task[Any]]] = []
@@ -88,9 +89,9 @@ async def reclaim(llm: AsyncLLM, n_cancels: int) -> dict[str, Any]:
         while len(streams) < N_STREAMS:
             name = f"{i} {len(streams)}"
             streams.append(
-                (name, asyncio.create_task(answer(llm, ids(rng, rng.randrange(8, 256)), 1000, name)))
+                (name, asyncio.create_task(generate(llm, ids(rng, rng.randrange(8, 256)), 1000, name)))
             )
-        await asyncio.sleep(rng.random() * 0.2)  # in its prompt, or decoding
+        await asyncio.sleep(rng.random() * 0.2)  # during its prompt or while decoding
         released_s.clear()
         start_s = time.perf_counter()
         name, task = streams.pop(rng.randrange(N_STREAMS))
@@ -114,7 +115,7 @@ async def reclaim(llm: AsyncLLM, n_cancels: int) -> dict[str, Any]:
 
 
 async def run(n_rounds: int, n_cancels: int) -> None:
-    """Both measurements on one engine."""
+    """Run both measurements on one engine."""
     watch()
     llm = await AsyncLLM.start(load_config({"model": "smollm2", "num_kv_cells": 16384}))
     try:
@@ -125,7 +126,7 @@ async def run(n_rounds: int, n_cancels: int) -> None:
 
 
 def main() -> None:
-    """Reads the flags and measures."""
+    """Parse the flags and measure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -57,7 +57,7 @@ def replay_server() -> Iterator[str]:
 
 
 def long_chat() -> str:
-    """An export with one session of LONG_CHAT messages."""
+    """Return an export with one session of LONG_CHAT messages."""
     text = "".join(pieces())[:600]
     messages = [
         {

@@ -1,4 +1,5 @@
-"""Writes the CPU seconds that a command and all its descendants had to a file: cpu_seconds.py FILE COMMAND...
+"""Add the CPU seconds of a command and all its descendants to a number in a file: cpu_seconds.py FILE
+COMMAND...
 
 Those that outlive their parents count too: this process is their reaper (prctl(2), PR_SET_CHILD_SUBREAPER).
 Add to the number in the file. Exits with the command's status.

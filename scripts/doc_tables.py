@@ -38,7 +38,7 @@ def fields() -> str:
 
 
 def settings() -> str:
-    """A row a setting, in the order of the code."""
+    """Return one row per setting, in the order of the code."""
     rows = [
         f"| `{name}` | {_default(field.default)} | {_cell(field.description)} |"
         for name, field in Config.model_fields.items()
@@ -66,7 +66,7 @@ PAGES = {"api.md": ("fields", fields), "configuration.md": ("settings", settings
 
 
 def main() -> int:
-    """Writes the pages; with --check only looks."""
+    """Write the pages; with --check only compare."""
     stale = []
     for file, (name, make) in PAGES.items():
         path = ROOT / "docs" / file

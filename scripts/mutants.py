@@ -1,10 +1,11 @@
-"""Mutation tests of the prefix index and the scheduler with mutmut, each with only its own tests.
+"""Mutation tests of the prefix cache and the scheduler with mutmut, each with only its own tests.
 
     python scripts/mutants.py [prefix | scheduler]
 
-Works on a copy under target/. Writes benches/results/mutants-python.txt: what was caught (a mutant that
-never ends is), and each survivor with the reason why it may live; a reason is written into that file by hand
-and kept by the next run. Fails if less than 95 % are caught or a survivor has no reason.
+Works on a copy under target/. Writes benches/results/mutants-python.txt: the number of caught mutants
+(including those that never end), and each survivor with the reason why it is acceptable. Reasons are added to
+that file by hand, and the next run keeps them. Fails if less than 95 % are caught or a survivor has no
+reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results" / "mutants-python.txt"
 CAUGHT_MIN = 0.95
 NO_REASON = "NO REASON YET"
-# Tests that count lines of Python see mutmut's own; they run on what is not mutated.
+# Tests that count executed lines would count mutmut's own lines, so they run on the original code.
 PYPROJECT = """\
 [tool.pytest.ini_options]
 pythonpath = ["tests"]
@@ -40,7 +41,7 @@ use_git_change_detection = false
 
 @dataclass(frozen=True)
 class Target:
-    """Files of llaisys/engine, and the tests that are to notice what is changed in them."""
+    """Files of llaisys/engine, and the tests that must fail for their mutants."""
 
     mutate: tuple[str, ...]
     tests: tuple[str, ...]
@@ -67,7 +68,7 @@ TARGETS = {
 
 
 def run(name: str, target: Target) -> dict[str, str]:
-    """Each mutant's verdict: killed, survived, timeout, no tests ..."""
+    """Return the result of each mutant: killed, survived, timeout, no tests ..."""
     place = ROOT / "target" / "mutants" / name
     shutil.rmtree(place, ignore_errors=True)
     skip = shutil.ignore_patterns("__pycache__", "webui")
@@ -88,14 +89,14 @@ def run(name: str, target: Target) -> dict[str, str]:
 
 
 def earlier() -> tuple[dict[str, str], dict[str, str]]:
-    """What the results file says by target, and the reasons in it by mutant."""
+    """Return the parts of the results file by target, and its reasons by mutant."""
     text = RESULTS.read_text("utf-8") if RESULTS.exists() else ""
     parts = dict(re.findall(r"^== (\w+)\n(.*?)(?=^== |\Z)", text, re.MULTILINE | re.DOTALL))
     return parts, dict(re.findall(r"^(\S+__mutmut_\d+) \S.*?: (.+)$", text, re.MULTILINE))
 
 
 def report(verdicts: dict[str, str], reasons: dict[str, str]) -> tuple[str, bool]:
-    """The text of one target, and whether it is good."""
+    """Return the text of one target, and whether it passes."""
     alive = {name: verdict for name, verdict in verdicts.items() if verdict not in ("killed", "timeout")}
     caught = 1 - len(alive) / len(verdicts)
     lines = [f"{len(verdicts)} mutants, {len(alive)} survive, {100 * caught:.1f} % caught"]
@@ -104,7 +105,7 @@ def report(verdicts: dict[str, str], reasons: dict[str, str]) -> tuple[str, bool
 
 
 def main() -> None:
-    """Runs the named targets, or all."""
+    """Run the named targets, or all."""
     parts, reasons = earlier()
     good = True
     for name in sys.argv[1:] or TARGETS:

@@ -1,4 +1,5 @@
-"""Make the README's screenshots of the web UI: SmolLM2 generates greedily in a few sessions. Review them."""
+"""Take the README's screenshots of the web UI, with greedy completions of SmolLM2. Review them before a
+commit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MAIN = (
 
 
 def shoot(chat: Chat, name: str) -> None:
-    """Writes the picture; no picture may weigh more than BYTES_MAX."""
+    """Take a screenshot of at most BYTES_MAX bytes."""
     path = OUT / f"{name}.png"
     chat.page.mouse.move(0, 0)
     chat.page.screenshot(path=path, animations="disabled", caret="hide")
@@ -41,7 +42,7 @@ def ask(chat: Chat, question: str, max_tokens: int) -> None:
 
 
 def desktop(browser: Browser, server: Server) -> None:
-    """Light with the status panel, dark without; the same conversation."""
+    """Take screenshots of one conversation: light theme with the status panel, dark theme without."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     chat = Chat.open(context, server.url)
     for question in OTHERS:
@@ -72,7 +73,7 @@ def phone(browser: Browser, server: Server) -> None:
 
 
 def main() -> None:
-    """Make all screenshots."""
+    """Take all screenshots."""
     OUT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)

@@ -1,4 +1,5 @@
-"""The structure of the Python package: import cycles, import levels of the engine, files that a chat runs.
+"""Print the structure of the Python package: import cycles, import levels of the engine, files that a chat
+runs.
 
 `PYTHONPATH=TREE/python python scripts/structure.py [--chat]`. With `--chat` it serves the embedded model,
 sends one streamed chat and lists the files of the package whose code ran for it in the server's process.
@@ -24,7 +25,7 @@ PORT = 8765
 
 
 def components(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components, each before those that import it (Tarjan, 1972)."""
+    """Return the strongly connected components, each before those that import it (Tarjan, 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -51,14 +52,15 @@ def components(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def imports(package: str) -> dict[str, set[str]]:
-    """Each module of a part of the package, and the modules of that part which it imports at run time."""
+    """Return each module of a part of the package, with the modules of that part that it imports at run
+    time."""
     graph = grimp.build_graph("llaisys", exclude_type_checking_imports=True)
     modules = {m for m in graph.modules if m == package or m.startswith(f"{package}.")}
     return {m: graph.find_modules_directly_imported_by(m) & modules for m in modules}
 
 
 def levels(edges: dict[str, set[str]]) -> int:
-    """The number of modules on the longest chain of imports."""
+    """Return the number of modules on the longest chain of imports."""
     depth: dict[str, int] = {}
     for component in components(edges):
         below = {other for node in component for other in edges[node]} - set(component)
@@ -68,7 +70,7 @@ def levels(edges: dict[str, set[str]]) -> int:
 
 
 class Tracer:
-    """Collects the files of the package whose functions are called, in all threads, while it is on."""
+    """Collects the files of the package whose functions are called, in all threads, while it is active."""
 
     def __init__(self) -> None:
         self.on = False
@@ -76,7 +78,7 @@ class Tracer:
         self._root = str(Path(llaisys.__file__).parent)
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """The profile function of each thread."""
+        """Record a call (the profile function of each thread)."""
         if self.on and event == "call" and frame.f_code.co_filename.startswith(self._root):
             self.files.add(os.path.relpath(frame.f_code.co_filename, self._root))
 
@@ -105,7 +107,7 @@ def chat(tracer: Tracer) -> None:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
