@@ -1,30 +1,30 @@
-//! What the machine can do: `machine_speed N_THREADS`; each line on standard input is answered with one figure, the
-//! median of seven measurements by all threads together:
+//! Measure the speed of the machine: `machine_speed N_THREADS`. For each line on standard input it prints one number,
+//! the median of seven measurements with all threads:
 //!
-//! - `read`: 10^9 bytes a second of plain reads of memory that no cache holds.
-//! - `flops`: 10^9 operations a second of f32 products with sums (each counts two), in registers.
+//! - `read`: 10^9 bytes per second of sequential reads of memory that is not cached.
+//! - `flops`: 10^9 f32 operations per second of fused multiply-adds (two operations each), in registers.
 //!
-//! Of the standard library alone, so that one call of rustc builds it (`-C target-cpu=native`, optimised) and it
-//! depends on nothing that it is used to judge.
+//! It uses only the standard library, so that one call of rustc builds it (`-C target-cpu=native`, optimized) and it
+//! is independent of the code that it is compared with.
 
 use std::hint::black_box;
 use std::io::{self, BufRead, Write};
 use std::thread;
 use std::time::Instant;
 
-/// Bytes that are read; an L3 of 32 MiB holds a sixteenth of them.
+/// Bytes that are read; an L3 cache of 32 MiB has a sixteenth of them.
 const BYTES: usize = 512 << 20;
 const REPEATS: usize = 7;
-/// Sums that do not wait for each other: eight registers of 16, enough to hide the latency of one.
+/// Independent sums: eight registers of 16, enough to hide the latency of one.
 const SUMS: usize = 128;
 const STEPS: usize = 2_000_000;
 
-/// The sum of the words; the compiler makes it a loop over vectors.
+/// Returns the sum of the words; the compiler vectorizes the loop.
 fn sum(words: &[u64]) -> u64 {
     words.iter().fold(0, |sum, word| sum.wrapping_add(*word))
 }
 
-/// Products with sums.
+/// Returns the sum of `SUMS` chains of fused multiply-adds.
 fn multiply_and_add(factor: f32, term: f32) -> f32 {
     let mut sums = [0_f32; SUMS];
     for _ in 0..STEPS {
@@ -35,7 +35,7 @@ fn multiply_and_add(factor: f32, term: f32) -> f32 {
     sums.iter().sum()
 }
 
-/// 10^9 units a second of `work` units that all threads do, a part each.
+/// Returns 10^9 units per second of `work` units, divided over all threads.
 fn rate(n_threads: usize, work: f64, part: &(dyn Fn(usize) + Sync)) -> f64 {
     let start = Instant::now();
     thread::scope(|scope| {

@@ -1,9 +1,9 @@
 """Measure /health while four clients repeatedly send bodies of 27 MB, half of them in chunks.
 
 At the default limit each body is rejected with 413. If the server has a flag for the limit, a second run
-raises it to 32 MiB, so that every body is read, parsed and tokenized. Probes are due 20 times per second, even
-if the last one has no response yet, and timed from when they were due. Goal at the default limit: p99 at most
-50 ms.
+raises it to 32 MiB, so that every body is read, parsed and tokenized. Probes are due 20 times per second,
+even if the last one has no response yet, and timed from when they were due. Goal at the default limit: p99 at
+most 50 ms.
 """
 
 from __future__ import annotations
