@@ -74,7 +74,7 @@ def test_only_hashes_of_keys_are_stored(tmp_path: Path) -> None:
         (f"ok {hashed('a')}\ncanary-key\n", "line 2: expected NAME"),
         (f"a/b {hashed('canary-key')}\n", "line 1: expected NAME"),
         (f"a {hashed('k')} more\n", "line 1"),
-        (f"a {hashed('k')}\nb {hashed('k')}\n", "line 2: the same key has another name"),
+        (f"a {hashed('k')}\nb {hashed('k')}\n", "line 2: an earlier line has the same key"),
         (f"a {hashed('k')}\nb {hashed('')}\n", "line 2: this is the hash of an empty key"),
         ("a" * (FILE_BYTES_MAX + 1), "larger than"),
     ],

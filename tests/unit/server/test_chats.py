@@ -160,7 +160,7 @@ async def test_the_number_of_chats_is_bounded(store: ChatStore, monkeypatch: pyt
     monkeypatch.setattr(chat_store, "CHATS_PER_OWNER_MAX", 2)
     for i in range(2):
         await store.put("a", f"c{i}", 0, {})
-    with pytest.raises(RejectedError, match="at most 2"):
+    with pytest.raises(RejectedError, match="has 2 chats"):
         await store.put("a", "c2", 0, {})
     assert await store.put("a", "c1", 2, {}) == 3
     assert await store.put("b", "c2", 0, {}) == 4
