@@ -147,7 +147,7 @@ class JsonParts(Response):
         self._own_headers = dict(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
-        """ASGI."""
+        """Handle a request (ASGI)."""
         await send_parts(send, self._own_headers, self._parts)
 
 

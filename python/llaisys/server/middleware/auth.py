@@ -122,7 +122,7 @@ class AuthMiddleware:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if scope["type"] == "http" and self._keys and not self._is_open(scope):
             client = self._client(scope)
             if client is None:

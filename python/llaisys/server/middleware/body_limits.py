@@ -53,7 +53,7 @@ class BodyLimitMiddleware:
         self._unsent: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

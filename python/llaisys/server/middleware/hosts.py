@@ -108,7 +108,7 @@ class HostMiddleware:
         self._origins = frozenset(origin.lower().rstrip("/") for origin in allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:

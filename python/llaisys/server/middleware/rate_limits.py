@@ -67,7 +67,7 @@ class RateLimitMiddleware:
         self._clients = defaultdict[str, _Client](_Client)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if scope["type"] != "http" or scope["method"] not in COUNTED or scope["path"].endswith("/cancel"):
             await self._app(scope, receive, send)
             return
@@ -136,9 +136,9 @@ class QueueLimitMiddleware:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in QUEUEING
-        full = self._state.refusal(scope.get("state", {}).get("client_id", "")) if asks else None
+        """Handle a request (ASGI)."""
+        is_queueing = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in QUEUEING
+        full = self._state.refusal(scope.get("state", {}).get("client_id", "")) if is_queueing else None
         if full is None:
             await self._app(scope, receive, send)
             return
@@ -158,7 +158,7 @@ class OpenRequestLimitMiddleware:
         self._n_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if self._n_open >= self._maximum and scope["path"] not in PROBES:
             self._stats.requests_refused += 1
             log.warning("rejecting requests: %d are open", self._n_open)

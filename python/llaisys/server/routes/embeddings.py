@@ -72,12 +72,12 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 async def _embed(
     engine: AsyncLLM,
     semaphore: asyncio.Semaphore,
-    asked: tuple[Prompt, SamplingParams, str],
+    arguments: tuple[Prompt, SamplingParams, str],
     engine_kwargs: dict[str, Any],
 ) -> AsyncIterator[RequestOutput]:
     """Yield the single delta of an input, after acquiring the semaphore."""
     async with semaphore:
-        stream = cast("Any", engine.generate(*asked, **engine_kwargs))
+        stream = cast("Any", engine.generate(*arguments, **engine_kwargs))
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
