@@ -1,4 +1,5 @@
-//! `llaisys-fuzz TARGET` runs a target on inputs from AFL++. `llaisys-fuzz seeds TARGET FOLDER` writes the initial inputs.
+//! `llaisys-fuzz TARGET` runs a target on inputs from AFL++. `llaisys-fuzz seeds TARGET FOLDER` writes the initial
+//! inputs.
 //!
 //! A target fails (by aborting) on a panic, and if more than four times the input plus 64 MiB is allocated at a time.
 //! AFL++ itself reports a run of more than a second as a hang.

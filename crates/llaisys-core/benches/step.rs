@@ -1,15 +1,15 @@
-//! The time of each op of a step: every op of a forward pass, in the decoder's order, compared with the memory bandwidth
-//! of the machine. Weights are random.
+//! The time of each op of a step: every op of a forward pass, in the decoder's order, compared with the memory
+//! bandwidth of the machine. Weights are random.
 //!
 //! `cargo bench -p llaisys-core --bench step -- --model qwen --format bf16 --rows 1,4,16,512` measures decode steps of
 //! that many sequences at 96 positions each (`--context` changes this), or, from 64 rows on, one prompt.
 //!
-//! For each number of rows it prints the microseconds of a step by kind of op (sums over layers, medians over steps). For
-//! products it also prints the bytes of their weights, compared with the bandwidth of a plain sum over memory, and their
-//! operations per second. Flags:
+//! For each number of rows it prints the microseconds of a step by kind of op (sums over layers, medians over steps).
+//! For products it also prints the bytes of their weights, compared with the bandwidth of a plain sum over memory, and
+//! their operations per second. Flags:
 //! - `--json`: one line of JSON for each number of rows instead of a table.
-//! - `--rows -`: read numbers of rows from standard input, one per line, and print each result immediately. So two builds
-//!   can be measured in turn (`benches/pairs.py`).
+//! - `--rows -`: read numbers of rows from standard input, one per line, and print each result immediately. So two
+//!   builds can be measured in turn (`benches/pairs.py`).
 //! - `--screen off|on`: a head of random numbers, read completely or with pruned argmax.
 //! - `--isa NAME`: another instruction set than the best.
 //! - `--list`: print the names of the steps.

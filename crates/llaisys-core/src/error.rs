@@ -8,8 +8,8 @@
 //! └── Device       the machine failed: context is lost     rebuild         503
 //! ```
 //!
-//! A violated invariant is a bug, not an error: it panics. Errors carry numbers as fields, not as text. Each area has its
-//! own enum of rejections; this file combines them.
+//! A violated invariant is a bug, not an error: it panics. Errors carry numbers as fields, not as text. Each area has
+//! its own enum of rejections; this file combines them.
 
 mod batch;
 mod format;

@@ -1,9 +1,9 @@
 //! The inference core of LLAISYS: a model's files in, sampled token ids out.
 //!
-//! A [`context::Context`] owns one model on the CPU or a GPU: its weights, the KV cache, the samplers and the threads. A
-//! decode takes a batch of rows from any number of sequences ([`batch::BatchArrays`]). Each row is one token. The decode
-//! returns a sampled id for each row that requests one. Sequences share KV cells through [`kv::KvCache`], which can be
-//! used alone:
+//! A [`context::Context`] owns one model on the CPU or a GPU: its weights, the KV cache, the samplers and the threads.
+//! A decode takes a batch of rows from any number of sequences ([`batch::BatchArrays`]). Each row is one token. The
+//! decode returns a sampled id for each row that requests one. Sequences share KV cells through [`kv::KvCache`], which
+//! can be used alone:
 //!
 //! ```
 //! use llaisys_core::kv::{KvCache, KvShape};
@@ -25,8 +25,8 @@
 //!
 //! `examples/generate.rs` loads a model and generates tokens.
 //!
-//! The core uses no network, no clock and no environment variables, and it does not tokenize. `unsafe` is denied except in
-//! the files that `docs/unsafe.md` lists.
+//! The core uses no network, no clock and no environment variables, and it does not tokenize. `unsafe` is denied except
+//! in the files that `docs/unsafe.md` lists.
 //!
 //! # Features
 //!
@@ -39,7 +39,6 @@
     feature = "testing",
     warn(unreachable_pub, reason = "every `pub` item is reachable from the API or from tests")
 )]
-#![cfg_attr(not(feature = "testing"), allow(dead_code, reason = "some items are for tests and benches"))]
 
 pub mod batch;
 pub mod context;
@@ -73,10 +72,12 @@ mod arch;
 #[cfg(feature = "testing")]
 pub mod arch;
 #[cfg(not(feature = "testing"))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "some items are only for GPU ranks and tests"))]
 mod collective;
 #[cfg(feature = "testing")]
 pub mod collective;
 #[cfg(all(feature = "cuda", not(feature = "testing")))]
+#[allow(dead_code, reason = "some items are only for tests")]
 mod cuda;
 #[cfg(all(feature = "cuda", feature = "testing"))]
 pub mod cuda;
@@ -93,10 +94,12 @@ mod load;
 #[cfg(feature = "testing")]
 pub mod load;
 #[cfg(not(feature = "testing"))]
+#[allow(dead_code, reason = "the references and cases of ops are only for tests and benches")]
 mod ops;
 #[cfg(feature = "testing")]
 pub mod ops;
 #[cfg(not(feature = "testing"))]
+#[allow(dead_code, reason = "some items are only for tests")]
 mod quant;
 #[cfg(feature = "testing")]
 pub mod quant;

@@ -113,7 +113,7 @@ fn warm_step_allocates_its_lists_and_nothing_per_layer() {
     }
 }
 
-/// 19 allocations were counted: the checked batch (5: tokens, positions, sequences and their starts, flags), the rows of
-/// the reservation, the result (2), the rows by output (3), the rows to sample, their jobs, the parts per thread, the
-/// outcomes, the counted sequences, and lists that grow. All take some bytes per row; none depends on the model.
+/// 19 allocations were counted: the checked batch (5: tokens, positions, sequences and their starts, flags), the rows
+/// of the reservation, the result (2), the rows by output (3), the rows to sample, their jobs, the parts per thread,
+/// the outcomes, the counted sequences, and lists that grow. All take some bytes per row; none depends on the model.
 const MOST_CALLS: usize = 24;

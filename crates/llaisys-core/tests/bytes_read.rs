@@ -1,5 +1,5 @@
-//! Loading a model reads every byte of a tensor once. This test has its own process, because the system counts the reads
-//! of all threads.
+//! Loading a model reads every byte of a tensor once. This test has its own process, because the system counts the
+//! reads of all threads.
 
 mod common;
 mod model_files;

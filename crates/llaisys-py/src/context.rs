@@ -40,9 +40,9 @@ enum State {
 }
 
 impl Context {
-    /// Runs `call` on the core. Rejects other threads and forked processes. A panic becomes [`Fault::RolledBack`] if the
-    /// context is unchanged, else [`Fault::Panic`]. After the latter and after a device failure, every later call fails
-    /// with [`Fault::Dead`].
+    /// Runs `call` on the core. Rejects other threads and forked processes. A panic becomes [`Fault::RolledBack`] if
+    /// the context is unchanged, else [`Fault::Panic`]. After the latter and after a device failure, every later call
+    /// fails with [`Fault::Dead`].
     fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
         self.check_owner()?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);

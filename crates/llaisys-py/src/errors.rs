@@ -1,4 +1,5 @@
-//! Maps core errors to Python classes. The matches are exhaustive: a new kind of error does not compile without a class.
+//! Maps core errors to Python classes. The matches are exhaustive: a new kind of error does not compile without a
+//! class.
 
 use llaisys_core::Error;
 use pyo3::prelude::*;

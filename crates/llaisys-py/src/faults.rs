@@ -1,4 +1,5 @@
-//! Fault points for tests (Cargo feature `faults`). They are not in `_core.pyi`, because released builds do not have them.
+//! Fault points for tests (Cargo feature `faults`). They are not in `_core.pyi`, because released builds do not have
+//! them.
 
 use crate::errors::Fault;
 use llaisys_core::faults::{Action, SetError, hits, names, set};
@@ -16,9 +17,9 @@ pub(crate) fn fault_hits(py: Python<'_>, point: &str) -> PyResult<u64> {
     hits(point).ok_or_else(|| Fault::Argument(format!("no fault point {point:?}")).into_py(py))
 }
 
-/// Makes a point do `action` once, the `nth` time (from 1) that it is reached from now on. Actions are `error`, `panic`,
-/// `pause` and `leak`; `off` ends a pause. A pause with the GIL held cannot be ended from Python; only `decode.*` points
-/// run without it.
+/// Makes a point do `action` once, the `nth` time (from 1) that it is reached from now on. Actions are `error`,
+/// `panic`, `pause` and `leak`; `off` ends a pause. A pause with the GIL held cannot be ended from Python; only
+/// `decode.*` points run without it.
 #[pyfunction]
 #[pyo3(signature = (point, action, nth = 1))]
 pub(crate) fn set_fault(py: Python<'_>, point: &str, action: &str, nth: u64) -> PyResult<()> {

@@ -1,8 +1,8 @@
 //! Python bindings of the core. Each call converts its arguments, calls the core once and converts the result. Long
 //! calls release the GIL. The bindings have no policy, no loop and no state of their own.
 //!
-//! Errors are the classes of `llaisys.errors`. No panic reaches Python as pyo3's `PanicException`, a `BaseException` that
-//! `except Exception` would miss.
+//! Errors are the classes of `llaisys.errors`. No panic reaches Python as pyo3's `PanicException`, a `BaseException`
+//! that `except Exception` would miss.
 
 #![warn(clippy::unwrap_used, reason = "no input causes a panic; a violated invariant panics with a message")]
 #![allow(clippy::too_many_arguments, reason = "the signatures follow the keyword arguments of Python")]

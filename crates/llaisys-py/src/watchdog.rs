@@ -124,8 +124,8 @@ impl Shared {
         }
     }
 
-    /// Polls until there is a stall or the watchdog is stopped. Nothing in this function can panic, because a panic would
-    /// end the watchdog silently.
+    /// Polls until there is a stall or the watchdog is stopped. Nothing in this function can panic, because a panic
+    /// would end the watchdog silently.
     ///
     /// `listener` never blocks. A byte that it does not accept is lost; the stall reason stays in its atomic.
     fn watch(
@@ -168,8 +168,8 @@ impl Shared {
     }
 }
 
-/// Writes a line to stderr on a separate thread, and waits for it up to half a second: stderr may be a full pipe that no
-/// process reads.
+/// Writes a line to stderr on a separate thread, and waits for it up to half a second: stderr may be a full pipe that
+/// no process reads.
 fn write_to_stderr(line: String) {
     let writer = std::thread::Builder::new().spawn(move || {
         let _ = std::io::stderr().write_all(line.as_bytes());

@@ -85,7 +85,8 @@ pub enum QkNorm {
 pub struct QueryScalar {
     /// Default where `config.json` has none.
     pub default: usize,
-    /// The number of layers of the one model size where the scalar is `d_model / n_heads`; it is `d_head` in the others.
+    /// The number of layers of the one model size where the scalar is `d_model / n_heads`; it is `d_head` in the
+    /// others.
     pub layers_by_width: usize,
 }
 

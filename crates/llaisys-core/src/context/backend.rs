@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 /// Rows of a batch for a decode step.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPU backends run decode steps"))]
 pub(crate) struct StepBatch<'a> {
     pub(crate) kv: &'a KvCache,
     pub(crate) batch: &'a Batch,
@@ -32,8 +33,8 @@ pub(crate) struct StepBatch<'a> {
 /// a [`crate::error::DeviceError`] the contents that a call was to change are undefined.
 ///
 /// A backend may also run decode steps: it computes and samples rows from state that it keeps for each sequence. It may
-/// launch the next step before a decode requests it (async scheduling). The cells of a step in flight are free in the KV
-/// cache. A decode calls [`Backend::launch_step`], runs the passes of its other rows, and calls
+/// launch the next step before a decode requests it (async scheduling). The cells of a step in flight are free in the
+/// KV cache. A decode calls [`Backend::launch_step`], runs the passes of its other rows, and calls
 /// [`Backend::launch_next_step`] and [`Backend::collect_step`]. It may fail at any point: the next decode compares the
 /// state with its rows. The default methods are those of a backend without decode steps.
 pub(crate) trait Backend: Any + Debug + Send {
@@ -61,8 +62,8 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Rotates the keys of `cells`, which are distinct, by `delta` positions.
     fn shift_cells(&mut self, cells: &[u32], delta: i32) -> Result<()>;
 
-    /// Returns the contents of `cells`: for each layer their keys `[n][n_kv_heads][d_head]`, then their values in the same
-    /// order. With several ranks, the contents for the heads of rank 0 are followed by those of rank 1, and so on.
+    /// Returns the contents of `cells`: for each layer their keys `[n][n_kv_heads][d_head]`, then their values in the
+    /// same order. With several ranks, the contents for the heads of rank 0 are followed by those of rank 1, and so on.
     fn read_cells(&self, cells: &[u32]) -> Result<Vec<u8>>;
 
     /// Writes what [`Backend::read_cells`] returned to as many cells.

@@ -245,7 +245,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Computes hidden states, logits and ids of the output rows `outs`. Row 0 of the workspace is batch row `first_row`.
+    /// Computes hidden states, logits and ids of the output rows `outs`. Row 0 of the workspace is batch row
+    /// `first_row`.
     fn outputs(&mut self, first_row: usize, outs: Range<usize>) -> Result<()> {
         let wants =
             |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
@@ -264,8 +265,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Computes the logits of the output rows `sampled` into the sampler bank, and the final hidden states of these rows
-    /// and of `hidden_only`.
+    /// Computes the logits of the output rows `sampled` into the sampler bank, and the final hidden states of these
+    /// rows and of `hidden_only`.
     fn compute(&mut self, first_row: usize, sampled: &[usize], hidden_only: &[usize]) -> Result<()> {
         // Rows with logits come first, so that the head's input is one block.
         let order: Vec<usize> = sampled.iter().chain(hidden_only).copied().collect();

@@ -38,8 +38,8 @@ impl Context {
         self.kv.n_seq_free()
     }
 
-    /// Acquires a sequence id with no cells and no sampler, in KV stream `stream`. Errors: all ids are acquired, no such
-    /// stream.
+    /// Acquires a sequence id with no cells and no sampler, in KV stream `stream`. Errors: all ids are acquired, no
+    /// such stream.
     pub fn seq_acquire(&mut self, stream: u32) -> Result<SeqId> {
         fault_point!("seq.acquire");
         let id = self.change(Change::None, |context| context.kv.seq_acquire(stream))?;
@@ -151,7 +151,8 @@ impl Context {
         self.change(Change::None, |context| context.kv.node_split(node, at, tail))
     }
 
-    /// Removes a node's positions from `at` on, and the node if none is left. Errors: an unknown node, `at` outside of it.
+    /// Removes a node's positions from `at` on, and the node if none is left. Errors: an unknown node, `at` outside of
+    /// it.
     pub fn kv_node_trim(&mut self, node: u64, at: i32) -> Result<()> {
         fault_point!("kv.node_trim");
         self.change(Change::None, |context| context.kv.node_trim(node, at))

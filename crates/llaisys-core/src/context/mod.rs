@@ -58,8 +58,8 @@ pub struct ContextConfig {
     pub n_streams: usize,
     /// Reuse what was freed last (for tests).
     pub lifo: bool,
-    /// Fill every cell that is free or reserved with NaN (for tests): a read of a cell before its first write then shows
-    /// in the logits. Always on in builds with debug assertions.
+    /// Fill every cell that is free or reserved with NaN (for tests): a read of a cell before its first write then
+    /// shows in the logits. Always on in builds with debug assertions.
     pub nan_fill: bool,
     /// Rows of one forward pass; a larger batch is split.
     pub n_batch: usize,

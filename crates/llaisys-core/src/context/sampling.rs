@@ -87,8 +87,8 @@ impl SamplerBank {
         self.by_slot[id.slot() as usize] = None;
     }
 
-    /// Counts `token`, which comes after `n_before` others, as output of the sequence, unless it is a token of the prompt
-    /// that was only scored. Returns whether it was counted.
+    /// Counts `token`, which comes after `n_before` others, as output of the sequence, unless it is a token of the
+    /// prompt that was only scored. Returns whether it was counted.
     pub(super) fn accept(&mut self, id: SeqId, n_before: u32, token: u32) -> bool {
         let sampler = self.by_slot[id.slot() as usize].as_mut();
         let Some(sampler) = sampler.filter(|sampler| sampler.prompt_token(n_before).is_none()) else {

@@ -99,8 +99,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Writes the embeddings of `tokens` to `x`. Each of several ranks has the rows of some tokens and contributes zeros
-    /// for the others.
+    /// Writes the embeddings of `tokens` to `x`. Each of several ranks has the rows of some tokens and contributes
+    /// zeros for the others.
     fn embed(&self, cx: &mut OpContext, tokens: &[i32], x: &mut [f32]) -> Result<(), DeviceError> {
         let table = &self.weights.embed;
         if cx.collective.world() == 1 {
@@ -165,8 +165,8 @@ impl Decoder {
         }
     }
 
-    /// Computes the weighted sum of the outputs of each row's experts. They are added in ascending order of the experts,
-    /// so that the sum does not depend on which rows are computed together.
+    /// Computes the weighted sum of the outputs of each row's experts. They are added in ascending order of the
+    /// experts, so that the sum does not depend on which rows are computed together.
     fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
         let part = |weight| ops::LinearPart { weight, bias: None };

@@ -1,5 +1,5 @@
-//! The forward pass on the CPU: packed weights (`weights`), a rank's part of them (`shard`), and the layers as a list of
-//! op calls (`decoder`) in memory that is allocated once (`workspace`).
+//! The forward pass on the CPU: packed weights (`weights`), a rank's part of them (`shard`), and the layers as a list
+//! of op calls (`decoder`) in memory that is allocated once (`workspace`).
 
 pub mod decoder;
 pub mod shard;

@@ -1,5 +1,5 @@
-//! How a model is split over ranks (arXiv:1909.08053): each rank has some of the heads and inner columns, so that a layer
-//! needs two sums over the ranks, one after attention and one after the feed-forward block.
+//! How a model is split over ranks (arXiv:1909.08053): each rank has some of the heads and inner columns, so that a
+//! layer needs two sums over the ranks, one after attention and one after the feed-forward block.
 //!
 //! Projections to queries, keys, values, gates and ups are split by their outputs, those back to the residual stream by
 //! their inputs; each expert is split like a dense layer. Embeddings and head are split by tokens. Every rank has all

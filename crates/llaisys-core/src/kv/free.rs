@@ -128,9 +128,9 @@ impl FreeCells {
         self.used.get((cell - self.base) as usize)
     }
 
-    /// Allocates one cell for a sequence whose last cell is `last`. Candidates in order: the next cell, in the same block
-    /// or at the start of a wholly free one; the first cell of the lowest wholly free block; the lowest free cell, which
-    /// may be in another sequence's block.
+    /// Allocates one cell for a sequence whose last cell is `last`. Candidates in order: the next cell, in the same
+    /// block or at the start of a wholly free one; the first cell of the lowest wholly free block; the lowest free
+    /// cell, which may be in another sequence's block.
     pub(super) fn allocate(&mut self, last: Option<u32>) -> Option<u32> {
         let cell = match &mut self.stack {
             Some(stack) => (stack.pop()? - self.base) as usize,

@@ -81,8 +81,8 @@ pub struct Snapshot {
 /// to its tensors; a simulation of the engine uses one alone.
 ///
 /// A cell has one position, the set of sequences that see it, and at most one cache node. Each sequence has its own
-/// index of cells in position order, so the time of an operation depends on the sequence's length, not the cache's.
-/// A sequence is in one stream. Within a stream, sharing, forking and trimming only edit the index; across streams, keys
+/// index of cells in position order, so the time of an operation depends on the sequence's length, not the cache's. A
+/// sequence is in one stream. Within a stream, sharing, forking and trimming only edit the index; across streams, keys
 /// and values are copied.
 ///
 /// Positions are `0..i32::MAX`. In ranges `p0..p1` a negative `p0` means from the start, a negative `p1` to the end.
@@ -240,9 +240,9 @@ impl KvCache {
     /// Shifts positions `p0..p1` of a sequence by `delta`. Returns the shifted cells in position order; the caller
     /// rotates their keys by `delta`.
     ///
-    /// Errors: [`KvError::Range`]; [`KvError::SharedCells`] if another sequence sees a cell of the range or a node caches
-    /// it, [`KvError::ShiftRange`] if a position would leave `0..i32::MAX`, [`KvError::Occupied`] if the sequence has a
-    /// position where one would move.
+    /// Errors: [`KvError::Range`]; [`KvError::SharedCells`] if another sequence sees a cell of the range or a node
+    /// caches it, [`KvError::ShiftRange`] if a position would leave `0..i32::MAX`, [`KvError::Occupied`] if the
+    /// sequence has a position where one would move.
     pub fn seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<Vec<u32>> {
         let (index, slot) = (self.acquired(id)?, id.slot());
         let (lo, hi) = resolve_range(p0, p1)?;

@@ -77,7 +77,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Removes the node's positions from `at` on, and the node if none is left. Cells that no sequence sees become free.
+    /// Removes the node's positions from `at` on, and the node if none is left. Cells that no sequence sees become
+    /// free.
     ///
     /// Errors: [`KvError::NoNode`], [`KvError::NodeBounds`] unless `start <= at <= end`.
     pub fn node_trim(&mut self, node: u64, at: i32) -> Result<()> {

@@ -131,8 +131,8 @@ impl CellRanges {
         self.ranges.splice(touched, left.into_iter().chain(right));
     }
 
-    /// Inserts `pieces`, which are in order. The sequence has no position between the start of the first one and the end
-    /// of the last one.
+    /// Inserts `pieces`, which are in order. The sequence has no position between the start of the first one and the
+    /// end of the last one.
     pub(super) fn insert(&mut self, pieces: impl Iterator<Item = CellRange>) {
         let mut pieces = pieces.peekable();
         let Some(first) = pieces.peek() else { return };

@@ -100,8 +100,8 @@ impl Drop for Reservation<'_> {
 impl KvCache {
     /// Allocates one cell per row and links it, tentatively (llama.cpp's `find_slot` and `apply_ubatch`).
     ///
-    /// The rows of a sequence continue at its largest position + 1, + 2, ... in row order; an empty sequence may
-    /// start at any position. The sequences of one row must see exactly the same cells below it. A sequence is allocated
+    /// The rows of a sequence continue at its largest position + 1, + 2, ... in row order; an empty sequence may start
+    /// at any position. The sequences of one row must see exactly the same cells below it. A sequence is allocated
     /// whole blocks of [`super::BLOCK_CELLS`] while there are free ones.
     ///
     /// Errors: an id that is not acquired, then [`KvError`] for a wrong row, then [`crate::error::Exhausted::Cells`]

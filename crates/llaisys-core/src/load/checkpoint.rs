@@ -215,8 +215,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads `rows` of a weight into `buffer`: as stored, or assembled from several tensors. The rows of stacked matrices
-    /// follow each other; a vector is one row.
+    /// Reads `rows` of a weight into `buffer`: as stored, or assembled from several tensors. The rows of stacked
+    /// matrices follow each other; a vector is one row.
     ///
     /// Errors: [`FormatError::Truncated`], errors of the system, no memory. Panics if the model has no such weight, or
     /// the weight no such rows.

@@ -16,7 +16,8 @@ const ROWS_AT_ONCE: usize = 64;
 /// Returns the format in memory, in `mode`, of the matrix `id`, which is stored as `dtype` with rows of `n_columns`.
 ///
 /// The head (and the embeddings, to which it is often tied) has more precision, because its errors go directly into the
-/// logits: 6 bits in a 4-bit model, and finer scales in an 8-bit one. The latter reproduce a head that is stored in Q8_0.
+/// logits: 6 bits in a 4-bit model, and finer scales in an 8-bit one. The latter reproduce a head that is stored in
+/// Q8_0.
 pub fn packed_format(mode: ComputeMode, id: WeightId, dtype: DType, n_columns: usize) -> PackedFormat {
     let stored = PackedFormat::of(dtype);
     let wanted = match (mode, id) {

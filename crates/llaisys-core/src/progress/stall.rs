@@ -1,5 +1,5 @@
-//! Detection of a stalled engine from samples of its progress. A pure function of the samples and their times: the thread
-//! and the clock are in the binding.
+//! Detection of a stalled engine from samples of its progress. A pure function of the samples and their times: the
+//! thread and the clock are in the binding.
 
 use crate::progress::ProgressSample;
 
@@ -20,8 +20,8 @@ pub struct StallWindows {
     pub loop_s: f64,
     /// A step may take this many times its predicted duration.
     pub step_factor: f64,
-    /// The time between two polls counts as at most this: a suspended process, or one that got no CPU time, could make no
-    /// progress.
+    /// The time between two polls counts as at most this: a suspended process, or one that got no CPU time, could make
+    /// no progress.
     pub max_poll_gap_s: f64,
 }
 

@@ -191,7 +191,8 @@ impl Tiny {
         )
     }
 
-    /// A Mixtral with `n` experts, two of them per token. The experts are the feed-forward blocks of the layers of a Llama.
+    /// A Mixtral with `n` experts, two of them per token. The experts are the feed-forward blocks of the layers of a
+    /// Llama.
     pub(crate) fn experts(n: usize) -> Self {
         Self::experts_sized(n, |_| ())
     }

@@ -56,7 +56,8 @@ fn one_two_and_four_streams_give_the_same_bits() {
         for n_streams in [1, 2, 4] {
             let mut loaded = load(&model(), ContextConfig { n_streams, n_cells: 512, ..config });
             let context = &mut loaded.context;
-            // Sequences of every stream use the prefix of every stream: linked in the same stream, copied to another one.
+            // Sequences of every stream use the prefix of every stream: linked in the same stream, copied to another
+            // one.
             for stream in 0..n_streams as u32 {
                 cache_prompt(context, &tokens, stream);
             }

@@ -145,7 +145,8 @@ fn windows_count_missing_positions() {
         outputs.push(&Rows::default().run(seq, 30, &tokens[30..=30]).decode(&mut loaded.context).unwrap());
         outputs
     };
-    // Position 30 sees 21 to 30. In a sequence without 22 to 25, the first one is 21; no earlier ones replace the missing.
+    // Position 30 sees 21 to 30. In a sequence without 22 to 25, the first one is 21; no earlier ones replace the
+    // missing.
     assert_eq!(last(&[(22, 26)]), last(&[(22, 26), (0, 21)]));
     assert_ne!(last(&[(22, 26)]), last(&[(21, 26)]));
 }

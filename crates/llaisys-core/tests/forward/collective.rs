@@ -126,7 +126,7 @@ fn panic_of_a_rank_is_an_error_of_the_others() {
                     scope.spawn(move || catch_unwind(AssertUnwindSafe(|| end_all(end))));
                 }
             });
-            assert_eq!(n_lost.into_inner(), world - 1, "{world} ranks of which {dying} dies");
+            assert_eq!(n_lost.into_inner(), world - 1, "{world} ranks, rank {dying} fails");
         }
     }
 }

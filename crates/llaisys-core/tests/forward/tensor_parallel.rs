@@ -1,5 +1,5 @@
-//! Models split over ranks: every architecture agrees with one rank, every run has the same bits, and models that cannot
-//! be split are rejected by name.
+//! Models split over ranks: every architecture agrees with one rank, every run has the same bits, and models that
+//! cannot be split are rejected by name.
 
 use crate::common::{Loaded, Outputs, Random, Rows, Tiny, feed, load, settings};
 use crate::model_files::gguf::{Gguf, Meta, Q8_0};
@@ -8,7 +8,8 @@ use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::seq::SeqId;
 
-/// Two layers that can be split over four ranks, with 32 inner columns each: a whole block. The vocabulary is not divisible.
+/// Two layers that can be split over four ranks, with 32 inner columns each: a whole block. The vocabulary is not
+/// divisible.
 fn sized(architecture: &'static str, tied_head: bool, more_keys: &str) -> Tiny {
     Tiny::sized(architecture, tied_head, |model| sizes(model, more_keys))
 }
@@ -69,8 +70,8 @@ fn qwen3_moe() -> Tiny {
     model
 }
 
-/// Every architecture that can be split: windows, biases, experts, separate and tied heads, norms after the blocks, soft
-/// caps.
+/// Every architecture that can be split: windows, biases, experts, separate and tied heads, norms after the blocks,
+/// soft caps.
 fn splittable_models() -> Vec<Tiny> {
     let half_windowed = r#", "use_sliding_window": true, "max_window_layers": 1, "sliding_window": 9"#;
     let multipliers = r#", "embedding_multiplier": 3, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
@@ -122,8 +123,8 @@ fn several_ranks_agree_with_one_rank_for_every_architecture() {
             let got = outputs(&model, split(n_ranks), 13);
             let (hidden, logits) =
                 (relative_error(&got.hidden, &want.hidden), relative_error(&got.logits, &want.logits));
-            // The same f32 sums of 128 terms, split into two or four parts. Their errors have the bound of whole sums, which
-            // `decoder.rs` derives.
+            // The same f32 sums of 128 terms, split into two or four parts. Their errors have the bound of whole sums,
+            // which `decoder.rs` derives.
             let name = model.architecture;
             assert!(hidden < 1e-5 && logits < 1e-5, "{name} on {n_ranks} ranks: {hidden:e}, {logits:e}");
         }
@@ -251,8 +252,8 @@ fn cell_operations_apply_to_every_rank() {
         for n_ranks in [2, 4] {
             let mut parts = load(&model, config(n_ranks));
             let (got, n_parts) = moved(&mut parts.context, &tokens);
-            // Where an f32 sum rounds to the other side, keys in bf16 differ by a unit in the last place, 2^-8. In f16 they
-            // differ by less, in int8 by a 127th of the largest.
+            // Where an f32 sum rounds to the other side, keys in bf16 differ by a unit in the last place, 2^-8. In f16
+            // they differ by less, in int8 by a 127th of the largest.
             let bound = if kv_dtype == KvDType::Float32 { 1e-5 } else { 0.02 };
             let error = relative_error(&got.logits, &want.logits);
             assert!(error < bound, "{kv_dtype:?} on {n_ranks} ranks: {error:e}");
@@ -335,7 +336,8 @@ fn quantized_file_is_split_between_blocks_or_rejected() {
         let seq = context.seq_acquire(0).unwrap();
         feed(&mut context, seq, &[1, 2, 3, 4, 3, 0, 2, 1], 8).logits
     };
-    // Activations are rounded in the same groups of 32. A value between two of its 127 steps may round to the other side.
+    // Activations are rounded in the same groups of 32. A value between two of its 127 steps may round to the other
+    // side.
     let error = relative_error(&logits(2), &logits(1));
     assert!(error < 1.0 / 127.0, "{error:e}");
     let path = scratch.write("uneven.gguf", gguf(96).bytes());

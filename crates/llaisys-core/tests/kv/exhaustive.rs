@@ -1,5 +1,5 @@
-//! Every history of six operations on a small cache (6 cells in two streams, 3 sequence ids, 2 nodes), compared with the
-//! reference model. Histories that lead to the same state are continued once.
+//! Every history of six operations on a small cache (6 cells in two streams, 3 sequence ids, 2 nodes), compared with
+//! the reference model. Histories that lead to the same state are continued once.
 
 use crate::model::{Model, Rejection, Row, rejection};
 use llaisys_core::kv::{KvCache, KvShape};

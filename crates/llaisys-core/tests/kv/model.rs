@@ -1,5 +1,5 @@
-//! The reference model of the KV cache: ordered maps from (sequence, position) and (node, position) to cell, and a count
-//! of users per cell.
+//! The reference model of the KV cache: ordered maps from (sequence, position) and (node, position) to cell, and a
+//! count of users per cell.
 
 use llaisys_core::kv::{BLOCK_CELLS, Copies, KvCache, KvDump, KvError, KvRow, KvShape};
 use llaisys_core::seq::SeqId;

@@ -13,8 +13,8 @@ fn llama() -> Folder {
     Folder::small("LlamaForCausalLM")
 }
 
-/// The small Llama as another architecture. `add` are additional tensors of its layer; tensors whose names contain one of
-/// `drop` are removed.
+/// The small Llama as another architecture. `add` are additional tensors of its layer; tensors whose names contain one
+/// of `drop` are removed.
 fn changed_llama(architecture: &str, drop: &[&str], add: &[(&str, &[usize])]) -> Folder {
     let mut folder = llama().with("architectures", json!([architecture]));
     folder.tensors.retain(|tensor| !drop.iter().any(|part| tensor.name.contains(part)));

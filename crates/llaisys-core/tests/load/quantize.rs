@@ -99,7 +99,8 @@ proptest! {
     }
 }
 
-/// The gain of the search on normal weights. The bounds are measured errors of this quantizer, so that a regression fails.
+/// The gain of the search on normal weights. The bounds are measured errors of this quantizer, so that a regression
+/// fails.
 #[test]
 fn errors_on_normal_weights() {
     let mut state = 1_u64;

@@ -57,8 +57,8 @@ pub fn golden(name: &str) -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("goldens").join(name)
 }
 
-/// Writes a Llama with random tensors as one file, as shards and as GGUF. Returns the paths to open, each with its tensor
-/// files.
+/// Writes a Llama with random tensors as one file, as shards and as GGUF. Returns the paths to open, each with its
+/// tensor files.
 pub fn containers(scratch: &Scratch) -> [(PathBuf, Vec<PathBuf>); 3] {
     let mut folder = Folder::small("LlamaForCausalLM");
     for (i, tensor) in folder.tensors.iter_mut().enumerate() {

@@ -106,8 +106,8 @@ fn shifted_keys_equal_keys_of_the_new_positions() {
                 for (i, cell) in cells.into_iter().enumerate() {
                     let got = &got[cell as usize * width..][..width];
                     let want: Vec<f64> = want[i * width..][..width].iter().map(|&k| f64::from(k)).collect();
-                    // Numbers below 1.5: rounded to storage before and after the shift (the first error turned
-                    // with its pair), and three angles of up to 1000 off by 14 roundings.
+                    // Numbers are below 1.5 and are rounded to storage before and after the shift (the first error is
+                    // rotated with its pair). Three angles of up to 1000 have an error of 14 roundings.
                     let bound = 1.5 * (2.5 * step + 3.0 * 1000.0 * 14.0 * cases::ROUNDING);
                     assert_close(got, &want, |_, _| bound, &format!("{} {dtype:?} {heads:?}", name(&cx)));
                 }
@@ -119,8 +119,8 @@ fn shifted_keys_equal_keys_of_the_new_positions() {
     }
 }
 
-/// The error bound of int8 cells for every head, on every instruction set: half a scale, which is a 127th of the largest
-/// number. A head with a non-finite number becomes NaN.
+/// The error bound of int8 cells for every head, on every instruction set: half a scale, which is a 127th of the
+/// largest number. A head with a non-finite number becomes NaN.
 #[test]
 fn int8_cells_have_an_error_of_half_a_scale() {
     for cx in contexts() {

@@ -1,5 +1,5 @@
-//! `linear` on every instruction set of the machine, in every format and odd shapes: compared with the f64 reference, and
-//! bit for bit with other batches and numbers of threads.
+//! `linear` on every instruction set of the machine, in every format and odd shapes: compared with the f64 reference,
+//! and bit for bit with other batches and numbers of threads.
 
 use crate::stored::{Rng, Stored, block_len, f16_places};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
@@ -19,8 +19,8 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
     OpContext::new(kernels, Pool::new(n_threads).unwrap(), 100, 1536).unwrap()
 }
 
-/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, and whole blocks for others. Panels
-/// have every size with its own kind of prefetch (BF16 of 577 and 8 bits of 864: to the second-level cache).
+/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, and whole blocks for others.
+/// Panels have every size with its own kind of prefetch (BF16 of 577 and 8 bits of 864: to the second-level cache).
 fn shapes(format: PackedFormat) -> &'static [(usize, usize)] {
     match block_len(format) {
         1 => &[(1, 1), (5, 2), (31, 3), (32, 31), (33, 64), (100, 65), (65, 577)],

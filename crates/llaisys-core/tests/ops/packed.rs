@@ -121,8 +121,8 @@ fn plain_weights_are_quantized_while_packed() {
     }
 }
 
-/// Types with f16 scales are exact. Scales and minima of the others have a relative error of up to 2^-11, which is a 64th
-/// of a step where an integer is 32 steps from its zero.
+/// Types with f16 scales are exact. Scales and minima of the others have a relative error of up to 2^-11, which is a
+/// 64th of a step where an integer is 32 steps from its zero.
 #[test]
 fn grouped_formats_are_exact_except_for_rounded_scales() {
     let pool = pool();
@@ -184,7 +184,8 @@ fn sizes_follow_the_layout() {
         let matrix = Stored::random(&mut Rng(1), format.dtype(), 33, 256).pack(&pool, format);
         assert_eq!(matrix.n_bytes(), 64 * 256 * half_bits / 16, "{format:?}");
     }
-    // Two panels of three groups (a scale of a byte, or two numbers of a byte; the integers) and 32 units of four bytes.
+    // Two panels of three groups (a scale of a byte, or two numbers of a byte; the integers) and 32 units of four
+    // bytes.
     for (format, column) in fits.into_iter().zip([1 + 32, 1 + 24, 2 + 16]) {
         let matrix = Stored::of(&mut Rng(1), format, 33, 96).pack(&pool, format);
         assert_eq!(matrix.n_bytes(), 2 * (3 * 32 * column + 128_usize).next_multiple_of(64), "{format:?}");

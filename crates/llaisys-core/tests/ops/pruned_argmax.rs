@@ -1,5 +1,5 @@
-//! `pruned_argmax` compared with `argmax` of `linear`, also where the 8-bit copy alone would be wrong, and where it must
-//! not decide.
+//! `pruned_argmax` compared with `argmax` of `linear`, also where the 8-bit copy alone would be wrong, and where it
+//! must not decide.
 
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::argmax_bounds::ArgmaxBounds;
@@ -59,7 +59,8 @@ fn agrees_with_argmax_of_linear() {
                     let matrix = packed(&cx.pool, format, &draw.values(Size::Unit, N * K));
                     let mut x = draw.values(Size::Unit, n_rows * K);
                     for (i, row) in x.chunks_mut(K).enumerate() {
-                        // One input is many times larger than the others, which is bad for the 8-bit integers of its group of 32.
+                        // One input is many times larger than the others, which is bad for the 8-bit integers of its
+                        // group of 32.
                         row[i % K] *= if i % 3 == 1 { 1000.0 } else { 1.0 };
                     }
                     let what = format!("{format:?}, {n_rows} rows, seed {seed}");

@@ -1,5 +1,5 @@
-//! A context with pruned argmax agrees with one without: for greedy rows, for other rows of the batch, and after the head
-//! is replaced.
+//! A context with pruned argmax agrees with one without: for greedy rows, for other rows of the batch, and after the
+//! head is replaced.
 
 use crate::common::{Loaded, Random, Rows, Tiny, load, settings};
 use llaisys_core::batch::output;

@@ -1,5 +1,5 @@
-//! The row-wise ops on every instruction set of the machine: compared with their references on the op cases, and bit for
-//! bit with single rows. (`linear`, attention and the ops on KV cells are in other files.)
+//! The row-wise ops on every instruction set of the machine: compared with their references on the op cases, and bit
+//! for bit with single rows. (`linear`, attention and the ops on KV cells are in other files.)
 
 use crate::parity::{assert_close, contexts, name};
 use crate::stored::{Rng, Stored};
@@ -114,8 +114,8 @@ fn rope_agrees_with_the_reference_within_rounding() {
     }
 }
 
-/// `linear_gated` of given numbers `[n, d_ff]`: row t of the inputs selects the weights of columns 2t (gates) and 2t + 1
-/// (ups), and its product with them is exact.
+/// `linear_gated` of given numbers `[n, d_ff]`: row t of the inputs selects the weights of columns 2t (gates) and 2t +
+/// 1 (ups), and its product with them is exact.
 fn gated(cx: &mut OpContext, function: Gate, d_ff: usize, gate: &[f32], up: &[f32]) -> Vec<f32> {
     let n = gate.len() / d_ff;
     let k = 2 * n.max(1);

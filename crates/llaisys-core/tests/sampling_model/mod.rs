@@ -1,5 +1,5 @@
-//! Rows to sample, and a model of the sampler's rules that sorts everything in f64. It separates the candidates that are
-//! certainly kept from those that rounding may keep or drop.
+//! Rows to sample, and a model of the sampler's rules that sorts everything in f64. It separates the candidates that
+//! are certainly kept from those that rounding may keep or drop.
 
 use llaisys_core::ops::cases::SplitMix64;
 use llaisys_core::sample::philox::uniform;

@@ -134,8 +134,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Returns the packed tensors that contain a weight, each with its first row in the weight. Panics if the model does
-    /// not have the weight; the caller has found it by name.
+    /// Returns the packed tensors that contain a weight, each with its first row in the weight. Panics if the model
+    /// does not have the weight; the caller has found it by name.
     fn targets(&mut self, id: WeightId) -> Vec<(Target<'_>, usize)> {
         let (index, part) = match id {
             WeightId::Embed => return vec![(Target::Matrix(&mut self.embed), 0)],

@@ -160,7 +160,8 @@ impl Packer<'_> {
         self.checkpoint.config().names.name(stored).expect("stored weights have names")
     }
 
-    /// Packs gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in f32.
+    /// Packs gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in
+    /// f32.
     fn gate_up(&self, gate: WeightId, up: WeightId) -> Result<PackedMatrix> {
         let id = gate;
         let (gate, up) = (self.source(gate), self.source(up));
@@ -208,8 +209,8 @@ impl Packer<'_> {
         Source { stored, dtype: self.checkpoint.dtype(stored), first, n_rows: shape[0], n_columns: shape[1] }
     }
 
-    /// Returns the number of rows of `source` in one piece: whole panels and whole heads, because rows are reordered only
-    /// within a head.
+    /// Returns the number of rows of `source` in one piece: whole panels and whole heads, because rows are reordered
+    /// only within a head.
     fn rows_at_once(&self, source: &Source) -> usize {
         // Every row of a matrix that is stored in several tensors needs all of them.
         if self.checkpoint.tensor(source.stored).is_none() {

@@ -41,7 +41,8 @@ impl ModelFolder {
         &self.folder
     }
 
-    /// Returns the path of the file `name` with links resolved; None if there is none. `name` is a path below the folder.
+    /// Returns the path of the file `name` with links resolved; None if there is none. `name` is a path below the
+    /// folder.
     ///
     /// Errors: [`FormatError::OutsideFolder`] if it is a link to a path outside the folder.
     pub fn file(&self, name: &str) -> Result<Option<PathBuf>, FormatError> {

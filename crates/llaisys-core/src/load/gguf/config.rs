@@ -20,7 +20,8 @@ const EOS_KEYS: [&str; 3] =
 
 /// Reads the configuration and the tokenizer of a GGUF file.
 ///
-/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer does not implement.
+/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer does not
+/// implement.
 pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> {
     let metadata = &header.metadata;
     let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;

@@ -93,6 +93,7 @@ impl GgufFile {
 
 impl<'a> Header<'a> {
     /// Parses the header of a whole file. Errors: as [`GgufFile::with_header`].
+    #[cfg(feature = "testing")]
     pub fn parse(bytes: &'a [u8]) -> Result<Self> {
         Self::parse_front(bytes, bytes.len())
     }

@@ -1,8 +1,8 @@
 //! Rejects regular expressions that take a backtracking matcher exponential time.
 //!
 //! A repeated group that contains an alternation or another repetition may match a text in exponentially many ways
-//! (`(a+)+`, `(a|aa)*`). With a back reference or a call, this is hard to decide. The pre-tokenizers of known models have
-//! neither. All other patterns take polynomial time at worst, and the matcher limits its own number of steps.
+//! (`(a+)+`, `(a|aa)*`). With a back reference or a call, this is hard to decide. The pre-tokenizers of known models
+//! have neither. All other patterns take polynomial time at worst, and the matcher limits its own number of steps.
 
 use crate::error::FormatError;
 use serde_json::Value;
