@@ -17,8 +17,6 @@ from llaisys.engine.worker import Worker, open_worker
 from parity.numpy_forward import Shape
 from parity.random_model import random_weights, write_model
 
-pytestmark = pytest.mark.two_cpus
-
 WINDOW, STEP, N_TOKENS = 33, 32, 250
 # With two layers a token depends on up to 65 tokens before it, so one wrong cell shows.
 SHAPE = Shape(
@@ -67,7 +65,7 @@ def answers(path: Path, names: list[str], n_cells: int, *, caching: bool) -> tup
         n_seq_max=len(PROMPTS),
         n_batch=STEP,
         max_model_len=256,
-        n_threads=2,
+        n_threads=1,
     )
     engine = LLMEngine(Executor(open_worker(settings)), limits, 0)
     tokens: dict[str, list[int]] = {name: [] for name in names}
