@@ -137,7 +137,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a dropped reservation stays": (
         "kv/reserve.rs",
-        "self.kv.unplace(cell);\n        }",
+        "self.kv.free_row(cell);\n        }",
         "let _ = cell;\n        }",
     ),
     "a rollback keeps the ranges": ("kv/reserve.rs", "self.index[slot].pop();", ""),

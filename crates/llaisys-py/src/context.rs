@@ -161,7 +161,7 @@ impl Context {
             };
             match gpu {
                 None if n_cells.is_none() => {
-                    Err(Fault::Argument("n_cells is None, which is allowed only with a gpu".to_owned()))
+                    Err(Fault::Argument("n_cells is None, which needs a gpu to fill".to_owned()))
                 }
                 None => py.detach(|| guarded(|| Core::new(Checkpoint::open(&path)?, config, progress))),
                 Some(gpu) => py.detach(|| guarded(|| gpu.load(&path, config, n_cells.is_none()))),
