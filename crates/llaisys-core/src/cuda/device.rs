@@ -1,15 +1,15 @@
-//! What the host asks of a device: memory, kernels, products, order.
+//! The [`Device`] trait: memory, kernel launches, matrix products, exchanges between ranks, graphs.
 //!
-//! The one edge between the CUDA ops and whatever runs them: a GPU in `nvidia.rs`, and in tests an emulator that
-//! runs the kernels' own text on the CPU. Nothing above it knows which.
+//! `driver/nvidia.rs` implements it with a GPU. Tests implement it with an emulator that runs the kernels' source on
+//! the CPU. The code above the trait is the same for both.
 
 pub use crate::cuda::element::Element;
 use crate::cuda::kernel_source::Function;
 use crate::error::DeviceError;
 use std::fmt::Debug;
 
-/// A place in an allocation of device memory, and how many bytes of the allocation follow. Safe code gets one from
-/// [`Device::alloc`] alone, and cannot move it out of its allocation.
+/// A place in an allocation of device memory, and the number of bytes of the allocation that follow. Safe code gets one
+/// only from [`Device::alloc`], and cannot move it out of its allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DevicePtr {
     address: u64,
@@ -17,7 +17,7 @@ pub struct DevicePtr {
 }
 
 impl DevicePtr {
-    /// Stands for an optional array that is absent.
+    /// An optional array that is absent.
     pub const NULL: Self = Self { address: 0, n_bytes: 0 };
 
     /// Returns the pointer to the start of an allocation.
@@ -29,30 +29,31 @@ impl DevicePtr {
         Self { address, n_bytes }
     }
 
-    /// A pointer to no memory, for tests that follow none.
+    /// Returns a pointer to no memory, for tests that do not dereference it.
     #[cfg(test)]
     pub(super) fn of_test(address: u64, n_bytes: usize) -> Self {
         Self { address, n_bytes }
     }
 
-    /// Returns the place `n_bytes` further on. Panics if the allocation ends before it.
+    /// Returns the place `n_bytes` further. Panics if the allocation ends before it.
     pub fn at(self, n_bytes: usize) -> Self {
         let left = self.n_bytes.checked_sub(n_bytes);
         let left = left.unwrap_or_else(|| panic!("{n_bytes} bytes behind a pointer to {}", self.n_bytes));
         Self { address: self.address + n_bytes as u64, n_bytes: left }
     }
 
-    /// Returns the address as kernels get it.
+    /// Returns the address that kernels get.
     pub fn address(self) -> u64 {
         self.address
     }
 
-    /// Returns the number of bytes from here to the end of the allocation.
+    /// Returns the number of bytes up to the end of the allocation.
     pub fn n_bytes(self) -> usize {
         self.n_bytes
     }
 
-    /// Returns the address of an array of `n_bytes` bytes. Errors: the allocation ends before the array does.
+    /// Returns the address of an array of `n_bytes` bytes. Errors: the array exceeds the allocation; `op` is in the
+    /// text.
     pub fn array(self, op: &str, n_bytes: usize) -> Result<u64, DeviceError> {
         if n_bytes <= self.n_bytes {
             return Ok(self.address);
@@ -62,7 +63,7 @@ impl DevicePtr {
     }
 }
 
-/// One argument of a kernel, by value, as the kernel's signature has it.
+/// One argument of a kernel, by value, with the type in the kernel's signature.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arg {
     /// A pointer of any type.
@@ -77,10 +78,10 @@ pub enum Arg {
     F32(f32),
 }
 
-/// A kernel with what it is started with.
+/// A kernel with its grid and arguments.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
-    /// Which kernel of which module.
+    /// The kernel.
     pub function: &'a Function,
     /// Blocks in x, y, z.
     pub grid: [u32; 3],
@@ -88,22 +89,22 @@ pub struct Launch<'a> {
     pub block: u32,
     /// Dynamic shared memory of a block, bytes.
     pub shared_bytes: u32,
-    /// In the order of the kernel's parameters.
+    /// The arguments, in the order of the kernel's parameters.
     pub args: &'a [Arg],
 }
 
-/// `out[m, n] = input[m, k] . weight[n, k]^T (+ bias[n])`, row-major, sums in f32.
+/// A matrix product: `out[m, n] = input[m, k] . weight[n, k]^T (+ bias[n])`, row-major, with f32 sums.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
-    /// Rows of input and result.
+    /// Rows of the input and the result.
     pub m: usize,
-    /// Rows of the weight: columns of the result.
+    /// Rows of the weight, which are the columns of the result.
     pub n: usize,
-    /// Columns of input and weight.
+    /// Columns of the input and the weight.
     pub k: usize,
-    /// Of input, weight and bias.
+    /// Type of the input, the weight and the bias.
     pub element: Element,
-    /// Of the result: `element` or F32.
+    /// Type of the result: `element` or F32.
     pub out_element: Element,
     /// `[m, k]`
     pub input: DevicePtr,
@@ -116,7 +117,7 @@ pub struct Product {
 }
 
 impl Product {
-    /// Checks that every array is inside its allocation. Errors: the first one that is not.
+    /// Checks that every array is inside its allocation. Errors: the first array that is not.
     pub fn check(&self) -> Result<(), DeviceError> {
         let Self { m, n, k, element, out_element, .. } = *self;
         let op = format!("product {m} x {n} x {k}");
@@ -129,21 +130,21 @@ impl Product {
     }
 }
 
-/// What the devices of a model's ranks say to each other. Every rank asks for the same exchanges in the same order, with
-/// the same numbers of elements.
+/// A collective operation of the devices of a model's ranks. Every rank starts the same exchanges in the same order,
+/// with the same numbers of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the text of each variant names its fields")]
 pub enum Exchange {
-    /// Puts the sum over all ranks in place of each element at `at`, `[n]`. All ranks get the same bits.
+    /// Replaces each element of `at`, `[n]`, by its sum over all ranks. All ranks get the same bits.
     AllReduceSum { at: DevicePtr, n: usize, element: Element },
-    /// Puts the ranks' `from`, `[n]` each, one after the other to `to`, `[world, n]`.
+    /// Concatenates the ranks' `from`, `[n]` each, to `to`, `[world, n]`.
     AllGather { from: DevicePtr, to: DevicePtr, n: usize, element: Element },
-    /// Puts what rank `root` has at `at`, `[n]`, to every other's.
+    /// Copies `at`, `[n]`, of rank `root` to all other ranks.
     Broadcast { at: DevicePtr, n: usize, element: Element, root: usize },
 }
 
 impl Exchange {
-    /// Checks that every array is inside its allocation, for `world` ranks. Errors: one that is not.
+    /// Checks that every array is inside its allocation, for `world` ranks. Errors: the first array that is not.
     pub fn check(&self, world: usize) -> Result<(), DeviceError> {
         let op = self.to_string();
         match *self {
@@ -157,9 +158,9 @@ impl Exchange {
         }
     }
 
-    /// The error of a device that has joined no other ranks.
+    /// Returns the error of a device that is in no group.
     pub fn alone(&self) -> DeviceError {
-        let status = "the device has joined no others".to_owned();
+        let status = "the device has joined no other ranks".to_owned();
         DeviceError::Cuda { op: self.to_string(), status }
     }
 }
@@ -176,101 +177,109 @@ impl std::fmt::Display for Exchange {
     }
 }
 
-/// What grids are cut for.
+/// Properties of a device that do not change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceFacts {
-    /// As the driver says it.
+    /// The product's name, as the driver returns it.
     pub name: String,
     /// Compute capability: 90 is 9.0.
     pub capability: u32,
     /// Streaming multiprocessors.
     pub n_sms: u32,
-    /// Dynamic shared memory that a block may ask for, bytes.
+    /// The most dynamic shared memory of a block, bytes.
     pub max_shared_bytes: u32,
     /// Device memory, bytes.
     pub total_bytes: usize,
 }
 
-/// A point in the order of a device's work; 0 is before all of it.
+/// A point in a device's stream of work; 0 is before all work.
 pub type Event = u64;
 
-/// Work that was captured, to be done again as one launch. Belongs to the device that captured it.
+/// Captured work that is replayed as one launch. It belongs to the device that captured it.
 pub type GraphId = u32;
 
-/// A device with one order of work: what is asked first happens first. The thread that opened it uses it; another may
-/// drop it.
+/// A device with one stream of work: work runs in the order of the calls. Only the thread that opened it uses it;
+/// another may drop it.
 ///
-/// Errors of all methods: [`DeviceError::Cuda`]; an asynchronous fault may show at any later call.
+/// Errors of all methods: [`DeviceError::Cuda`]. An asynchronous error may be returned by any later call.
 pub trait Device: Debug + Send {
-    /// Facts that do not change.
+    /// Returns the properties that do not change.
     fn facts(&self) -> &DeviceFacts;
 
-    /// Free device memory now, bytes.
+    /// Returns the free device memory, bytes.
     fn free_bytes(&self) -> Result<usize, DeviceError>;
 
-    /// Memory that lives as long as the device, aligned to 256 bytes; `what` names it in errors. Nothing is
-    /// allocated after a model's start, so nothing is freed one by one.
+    /// Allocates memory that lives as long as the device, aligned to 256 bytes. `what` names it in errors. Nothing is
+    /// allocated after a model has started, so single allocations are never freed.
     fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError>;
 
-    /// Copies to the device, in order; `from` may be changed when this returns.
+    /// Copies to the device, in the stream's order. The caller may change `from` when this returns.
     fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError>;
 
-    /// Copies from the device when all work before is done; returns with the copy.
+    /// Waits for all earlier work and copies from the device.
     fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Sets `n_bytes` bytes to `value`, in order.
+    /// Sets `n_bytes` bytes to `value`, in the stream's order.
     fn fill(&self, to: DevicePtr, value: u8, n_bytes: usize) -> Result<(), DeviceError>;
 
-    /// Compiles what is needed of `functions` (or finds it compiled), so that no launch does.
+    /// Compiles and loads the modules of `functions` that are not loaded, so that no launch has to.
     fn prepare(&self, functions: &[&Function]) -> Result<(), DeviceError>;
 
-    /// Starts a kernel.
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError>;
+    /// Launches a kernel.
+    ///
+    /// # Safety
+    /// `args` are the kernel's parameters, in its order. Every address that the kernel computes from them is inside the
+    /// allocation of one of the pointers: arrays are as long as the sizes say, and index values are in range when the
+    /// kernel runs.
+    #[allow(unsafe_code, reason = "declares the launch; runs nothing unsafe")]
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError>;
 
-    /// Starts a matrix product.
+    /// Launches a matrix product.
     fn product(&self, product: &Product) -> Result<(), DeviceError>;
 
-    /// This device's rank of the model's, from 0.
+    /// Returns this device's rank, from 0.
     fn rank(&self) -> usize {
         0
     }
 
-    /// Ranks that the model is split over: a device that never joined others has all of it.
+    /// Returns the number of ranks that the model is split over; 1 for a device that is in no group.
     fn world(&self) -> usize {
         1
     }
 
-    /// Starts an exchange with the other ranks' devices. Errors besides: [`DeviceError::RankLost`], here or at a later
-    /// call that waits, if another rank has ended; the device is of no use for exchanges then.
+    /// Launches an exchange with the other ranks' devices.
+    ///
+    /// Errors: also [`DeviceError::RankLost`] if another rank has ended, here or at a later call that waits. The device
+    /// cannot exchange after that.
     fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
         Err(exchange.alone())
     }
 
-    /// Ends the exchanges of all ranks: whoever waits for this one, or comes to, gets an error.
+    /// Ends the exchanges of all ranks: a rank that waits for this one, or will, gets an error.
     fn abort(&self) {}
 
-    /// Copies `n_bytes` to a read-back buffer, in order, and returns the event after it: the copy is taken with
-    /// [`Device::collect`], in the order of the calls, while later work goes on.
+    /// Copies `n_bytes` to a read-back buffer, in the stream's order, and returns the event after the copy.
+    /// [`Device::collect`] returns the copies in the order of these calls, while later work runs.
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError>;
 
-    /// Waits for the event of a [`Device::read_back`] and gives what it copied.
+    /// Waits for the event of a [`Device::read_back`], and writes what it copied to `to`.
     fn collect(&self, event: Event, to: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Waits for everything.
+    /// Waits for all work.
     fn synchronize(&self) -> Result<(), DeviceError>;
 
-    /// From here to [`Device::end_capture`] launches, products, exchanges and fills are noted, not done.
+    /// Begins a capture: until [`Device::end_capture`], launches, products, exchanges and fills are recorded, not run.
     fn begin_capture(&self) -> Result<(), DeviceError>;
 
-    /// Ends the capture; after an error the device is out of it, and nothing was captured.
+    /// Ends the capture and returns its graph. After an error the capture has ended without a graph.
     fn end_capture(&self) -> Result<GraphId, DeviceError>;
 
-    /// Does what was captured, in its order.
+    /// Runs captured work, in its order.
     fn replay(&self, graph: GraphId) -> Result<(), DeviceError>;
 }
 
 impl dyn Device + '_ {
-    /// As [`Device::upload`] of words as kernels read them; nothing is asked for none.
+    /// As [`Device::upload`], of little-endian words. Without words it does nothing.
     pub fn upload_words(
         &self,
         to: DevicePtr,

@@ -1,13 +1,13 @@
-//! The number types of arrays on a device.
+//! The element types of arrays on a device.
 
-/// A number type that products and kernels read or write.
+/// An element type that products and kernels read or write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// bfloat16
     Bf16,
     /// IEEE binary16
     F16,
-    /// IEEE binary32; of results only
+    /// IEEE binary32; for results only
     F32,
 }
 

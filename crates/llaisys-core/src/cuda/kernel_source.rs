@@ -1,5 +1,5 @@
-//! What is compiled: a [`KernelSource`] with the values of its compile-time constants is a [`KernelModule`], which has one
-//! or more [`Function`]s. [`crate::cuda::ops::SOURCES`] lists all sources.
+//! Kernel sources. A [`KernelSource`] with the values of its compile-time constants is a [`KernelModule`], which has
+//! one or more [`Function`]s. [`crate::cuda::ops::SOURCES`] lists all sources.
 
 use crate::cuda::element::Element;
 use std::fmt;
@@ -8,7 +8,7 @@ use std::hash::{Hash, Hasher};
 /// Text in front of every kernel source.
 const PRIM: &str = include_str!("kernels/prim.cuh");
 
-/// A `.cu` file: its text, the constants that it is compiled with, and the limits that its kernels declare.
+/// A `.cu` file: its text, the constants that it is compiled with, and the resource limits of its kernels.
 #[derive(Debug)]
 pub struct KernelSource {
     /// `kernels/<name>.cu`
@@ -21,22 +21,22 @@ pub struct KernelSource {
     pub kernels: &'static [Kernel],
 }
 
-/// The most that a kernel may use. `tests/cuda/test_compile.py` checks the compiler's numbers against it on every
+/// A kernel and its resource limits. `tests/cuda/test_compile.py` compares the compiler's numbers with them for every
 /// architecture, and the emulator checks every launch.
 #[derive(Debug)]
 pub struct Kernel {
     /// Its name in the text.
     pub name: &'static str,
-    /// Threads of a block: the number in its `__launch_bounds__`.
+    /// The most threads of a block: the number in its `__launch_bounds__`.
     pub max_threads: u32,
-    /// Registers of a thread.
+    /// The most registers of a thread.
     pub max_registers: u32,
-    /// Dynamic shared memory of a block, bytes, with these constants.
+    /// Returns the most dynamic shared memory of a block, bytes, with the module's constants.
     pub max_shared_bytes: fn(&KernelModule) -> u32,
 }
 
 impl Kernel {
-    /// For [`Kernel::max_shared_bytes`] of kernels that use none.
+    /// [`Kernel::max_shared_bytes`] of kernels that use no dynamic shared memory.
     pub const NO_SHARED: fn(&KernelModule) -> u32 = |_| 0;
 }
 
@@ -59,7 +59,7 @@ impl KernelSource {
 
 /// Returns the constant `LL_T` of a storage type.
 ///
-/// Panics for F32, which stores no activations.
+/// Panics for F32, because kernels store activations in 16 bits.
 pub fn storage(element: Element) -> (&'static str, u32) {
     match element {
         Element::Bf16 => ("LL_T", 1),
@@ -68,24 +68,24 @@ pub fn storage(element: Element) -> (&'static str, u32) {
     }
 }
 
-/// Variants of a source that depends only on the storage type.
+/// Returns the variants of a source that depends only on the storage type.
 pub fn by_storage() -> Vec<Vec<(&'static str, u32)>> {
     [Element::Bf16, Element::F16].map(|element| vec![storage(element)]).into()
 }
 
-/// Variants of a source by storage type and head width.
+/// Returns the variants of a source that depends on the storage type and the head width.
 pub fn by_storage_and_head() -> Vec<Vec<(&'static str, u32)>> {
     let heads = |element| HEAD_WIDTHS.map(|d| vec![storage(element), ("LL_D", d)]);
     [Element::Bf16, Element::F16].into_iter().flat_map(heads).collect()
 }
 
-/// Widths of heads that kernels are compiled for.
+/// The head widths that kernels are compiled for.
 pub const HEAD_WIDTHS: [u32; 4] = [64, 80, 96, 128];
 
 /// A kernel source with the values of its compile-time constants: a `CUmodule` once it is compiled and loaded.
 #[derive(Debug, Clone)]
 pub struct KernelModule {
-    /// What is compiled.
+    /// The source.
     pub source: &'static KernelSource,
     /// `-DNAME=VALUE`, in the order of [`KernelSource::variants`].
     pub constants: Vec<(&'static str, u32)>,

@@ -1,11 +1,11 @@
-//! The CUDA backend, one tree:
+//! The CUDA backend:
 //!
-//! - `device.rs`: the `Device` trait, behind which are the GPU (`driver/nvidia.rs`) and the emulator of the tests
-//! - `kernel_source.rs`: a kernel's source, its compile-time constants and the limits that it declares
+//! - `device.rs`: the `Device` trait, which the GPU (`driver/nvidia.rs`) and the tests' emulator implement
+//! - `kernel_source.rs`: a kernel's source, its compile-time constants and its resource limits
 //! - `kernels/<op>.cu`, `ops/<op>.rs`: each op's kernel, and the code that checks its arrays and launches it
 //! - `driver/`: the driver, NVRTC, cublasLt and NCCL
 //! - `forward/`: the forward pass of a model, and decode steps whose state stays on the device
-//! - `backend/`: what a `Context` computes with
+//! - `backend/`: the `Backend` of a `Context` on one or several GPUs
 //!
 //! `ops/reference/<op>.rs` defines what an op computes, as for the CPU.
 

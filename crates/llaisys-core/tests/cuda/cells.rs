@@ -1,5 +1,5 @@
-//! Cells and weights of a decoder on a device, as the context changes them, and what becomes of the context when the
-//! device fails. On the emulator.
+//! Changes of a device decoder's cells and weights by the context, and the context's state after the device failed. On
+//! the emulator.
 
 use crate::common::{Outputs, Random, Rows, Tiny, feed};
 use crate::emulator::Emulator;
@@ -15,7 +15,7 @@ use llaisys_core::threads::Pool;
 
 const GIB: usize = 1 << 30;
 
-/// Two arenas of 64 cells, passes of 16 rows.
+/// Two streams of 64 cells, passes of 16 rows.
 fn settings() -> ContextConfig {
     ContextConfig { mode: ComputeMode::Auto, n_cells: 128, n_streams: 2, ..crate::common::settings() }
 }
@@ -24,7 +24,7 @@ fn model() -> Tiny {
     Tiny::for_gpu("Qwen2ForCausalLM", true)
 }
 
-/// A context on a device of `total_bytes` with that fuse, or what speaks against it.
+/// Opens a context on a device of `total_bytes` with this fuse.
 fn open(
     model: &Tiny,
     config: ContextConfig,
@@ -41,7 +41,7 @@ fn open(
     context
 }
 
-fn sound(model: &Tiny) -> Context {
+fn without_failures(model: &Tiny) -> Context {
     open(model, settings(), &Fuse::new(), GIB, None).unwrap()
 }
 
@@ -64,7 +64,7 @@ fn cells_are_copied_filled_and_written_in_every_layer() {
     let mut random = Random(1);
     let mut want: Vec<u8> = (0..N_CELLS * 256).map(|_| random.next_u64() as u8).collect();
     decoder.write_cells(&device, &all, &want).unwrap();
-    // More than one launch moves, from every second cell, in no order of the targets.
+    // More cells than one launch copies, from every second cell to targets in another order.
     let from: Vec<u32> = (0..4100).map(|i| 2 * i).collect();
     let to: Vec<u32> = (0..4100).rev().map(|i| 2 * i + 1).collect();
     decoder.copy_cells(&device, &from, &to).unwrap();
@@ -74,11 +74,11 @@ fn cells_are_copied_filled_and_written_in_every_layer() {
         }
     }
     assert!(decoder.read_cells(&device, &all).unwrap() == want);
-    // Cells that lie apart, one of them the last.
-    let poisoned = [7, 8, 9, 11, N_CELLS as u32 - 1];
-    decoder.poison_cells(&device, &poisoned).unwrap();
+    // Cells that are not adjacent, one of them the last.
+    let filled = [7, 8, 9, 11, N_CELLS as u32 - 1];
+    decoder.nan_fill(&device, &filled).unwrap();
     for array in want.chunks_exact_mut(N_CELLS * 128) {
-        poisoned.iter().for_each(|&cell| array[cell as usize * 128..][..128].fill(0xff));
+        filled.iter().for_each(|&cell| array[cell as usize * 128..][..128].fill(0xff));
     }
     assert!(decoder.read_cells(&device, &all).unwrap() == want);
     let apart = decoder.read_cells(&device, &[11, 3, 4]).unwrap();
@@ -89,7 +89,7 @@ fn cells_are_copied_filled_and_written_in_every_layer() {
 }
 
 #[test]
-fn a_launch_that_fails_in_a_decode_leaves_everything_as_it_was() {
+fn a_failed_launch_in_a_decode_changes_nothing() {
     let tokens = model().tokens(1, 30);
     let fuse = Fuse::new();
     let mut context = open(&model(), settings(), &fuse, GIB, None).unwrap();
@@ -101,7 +101,7 @@ fn a_launch_that_fails_in_a_decode_leaves_everything_as_it_was() {
     let n_launches = 1000 - fuse.left();
     context.kv_seq_rm(seq, 4, -1).unwrap();
     let before = (context.digest(), context.progress().sample().n_rows_committed);
-    // In the first layer of the first pass, in the last of the second, and where its outputs are gathered.
+    // In the first layer of the first pass, in the last layer of the second, and in the gather of its outputs.
     for n in [3, n_launches - 2, n_launches] {
         fuse.fail(n);
         let Err(error) = rows.decode(&mut context) else { panic!("launch {n} of {n_launches}") };
@@ -111,16 +111,16 @@ fn a_launch_that_fails_in_a_decode_leaves_everything_as_it_was() {
     }
     let (mut got, mut want) = (Outputs::default(), Outputs::default());
     got.push(&rows.decode(&mut context).unwrap());
-    let mut fresh = sound(&model());
+    let mut fresh = without_failures(&model());
     let seq = fresh.seq_acquire(0).unwrap();
     feed(&mut fresh, seq, &tokens[..4], 4);
     want.push(&Rows::default().run(seq, 4, &tokens[4..]).decode(&mut fresh).unwrap());
     assert!(got == want);
 }
 
-/// The books have the cells already, and nobody knows what is in them.
+/// The KV cache has changed already, and the contents of its cells are unknown.
 #[test]
-fn a_launch_that_fails_in_a_change_breaks_the_context() {
+fn a_failed_launch_in_a_change_of_cells_breaks_the_context() {
     type Change = fn(&mut Context) -> Result<(), Error>;
     let changes: [Change; 3] = [
         |context| {
@@ -144,14 +144,14 @@ fn a_launch_that_fails_in_a_change_breaks_the_context() {
         let seq = context.seq_acquire(0).unwrap();
         feed(&mut context, seq, &[1, 2], 2);
         context.kv_node_cache(1, seq, 0, 2).unwrap();
-        // A pass has its launches before the change's own.
+        // A pass has its launches before those of the change.
         fuse.fail(if i == 1 { 1 } else { launches_of_a_pass() + 1 });
         assert!(matches!(change(&mut context), Err(Error::Device(_))), "change {i}");
         assert!(context.is_broken(), "change {i}");
     }
 }
 
-/// Launches of a pass of three rows with outputs.
+/// Returns the number of launches of a pass of three rows with outputs.
 fn launches_of_a_pass() -> i64 {
     let fuse = Fuse::new();
     let mut context = open(&model(), settings(), &fuse, GIB, None).unwrap();
@@ -162,7 +162,7 @@ fn launches_of_a_pass() -> i64 {
 }
 
 #[test]
-fn settings_that_no_kernel_has_are_refused_by_name() {
+fn unsupported_settings_are_refused_by_name() {
     let refused = |config| open(&model(), config, &Fuse::new(), GIB, None).unwrap_err();
     let base = settings();
     let wrong = [
@@ -181,11 +181,11 @@ fn settings_that_no_kernel_has_are_refused_by_name() {
 }
 
 #[test]
-fn cells_take_the_share_of_memory_that_they_may() {
+fn cells_fill_the_allowed_share_of_memory() {
     let share = |total, share, n_streams| {
         open(&model(), ContextConfig { n_streams, ..settings() }, &Fuse::new(), total, Some(share))
     };
-    // 256 MiB stay for graphs; 1 MiB is 1,024 cells of 1 KiB, of which one is the device's own.
+    // 256 MiB are kept for graphs; 1 MiB is 1,024 cells of 1 KiB, one of which is the device's dummy cell.
     assert_eq!(share(514 << 20, 0.5, 1).unwrap().n_cells(), 1023);
     let context = share(514 << 20, 0.5, 2).unwrap();
     assert_eq!((context.n_cells(), context.n_cells_free_in(1).unwrap()), (1022, 511));
@@ -194,7 +194,7 @@ fn cells_take_the_share_of_memory_that_they_may() {
 }
 
 #[test]
-fn a_replaced_weight_is_that_of_a_checkpoint_which_has_it() {
+fn replaced_weights_give_the_outputs_of_a_checkpoint_with_them() {
     let tokens = model().tokens(2, 20);
     let at = |name: &str| format!("model.layers.1.{name}");
     let names = [
@@ -207,7 +207,7 @@ fn a_replaced_weight_is_that_of_a_checkpoint_which_has_it() {
         "model.embed_tokens.weight".to_owned(),
     ];
     let mut other = model();
-    let mut context = sound(&model());
+    let mut context = without_failures(&model());
     let fingerprint = context.fingerprint();
     for (i, name) in names.iter().enumerate() {
         let (shape, values) = other.tensors.get_mut(name).unwrap();
@@ -215,9 +215,10 @@ fn a_replaced_weight_is_that_of_a_checkpoint_which_has_it() {
         context.replace_weight(name, shape, values).unwrap();
     }
     assert_ne!(context.fingerprint(), fingerprint);
-    let [got, want, old] = [context, sound(&other), sound(&model())].map(|mut context| {
-        let seq = context.seq_acquire(0).unwrap();
-        feed(&mut context, seq, &tokens, 20)
-    });
+    let [got, want, old] =
+        [context, without_failures(&other), without_failures(&model())].map(|mut context| {
+            let seq = context.seq_acquire(0).unwrap();
+            feed(&mut context, seq, &tokens, 20)
+        });
     assert!(got == want && got != old);
 }

@@ -1,4 +1,4 @@
-//! The cache of machine code, with the real compiler of the pip package: it needs no GPU.
+//! The disk cache of machine code, with the real compiler of the pip package, which needs no GPU.
 
 use crate::c_library::nvrtc_folder;
 use crate::folder::Folder;
@@ -22,7 +22,7 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_was_compiled_once_is_found() {
+fn compiled_sources_are_found_in_the_cache() {
     let folder = Folder::new();
     let sources: Vec<_> = (1..=3).map(|factor| source(&format!("scale_{factor}"), factor)).collect();
     let first = Cubins::new(nvrtc(), 90, Some(folder.path())).unwrap();
@@ -53,12 +53,12 @@ fn a_damaged_entry_is_compiled_again() {
         let cubins = Cubins::new(nvrtc(), 90, Some(folder.path())).unwrap();
         assert_eq!(cubins.get(&sources, 1).unwrap(), whole);
         assert_eq!(cubins.n_compiled(), 1, "of {} bytes", damaged.len());
-        assert_eq!(std::fs::read(&path).unwrap(), bytes, "and it is mended");
+        assert_eq!(std::fs::read(&path).unwrap(), bytes, "the entry is written again");
     }
 }
 
 #[test]
-fn without_a_folder_that_can_be_written_everything_works() {
+fn compilation_works_without_a_writable_folder() {
     let folder = Folder::new();
     let file = folder.path().join("a file");
     std::fs::write(&file, b"").unwrap();
@@ -70,7 +70,7 @@ fn without_a_folder_that_can_be_written_everything_works() {
 }
 
 #[test]
-fn errors_name_the_unit_the_architecture_and_the_compilers_words() {
+fn errors_name_the_source_and_the_architecture_and_quote_the_compiler() {
     let text = "extern \"C\" __global__ void broken(int* x) { *x = undefined_thing; }".to_owned();
     let broken = Source { name: "broken__T1".to_owned(), text, options: Vec::new() };
     let cubins = Cubins::new(nvrtc(), 90, None).unwrap();
@@ -83,7 +83,7 @@ fn errors_name_the_unit_the_architecture_and_the_compilers_words() {
 }
 
 #[test]
-fn the_architecture_is_the_devices_or_the_nearest_that_it_runs() {
+fn the_architecture_is_the_devices_or_the_highest_that_it_runs() {
     let nvrtc = nvrtc();
     assert_eq!([80, 90, 120].map(|capability| nvrtc.arch(capability)), [80, 90, 120].map(Some));
     assert_eq!(nvrtc.arch(99), Some(90), "code of 9.0 runs on every 9.x");

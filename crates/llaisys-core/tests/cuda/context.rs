@@ -1,5 +1,5 @@
-//! The context on a device: what `tests/context` holds a CPU's to, on the emulator. Built with
-//! debug assertions, so every cell that is free or reserved holds NaN.
+//! A context on the emulator passes the tests that `tests/context` has for a CPU context. With debug assertions, every
+//! free or reserved cell is NaN.
 
 use crate::common::{Loaded, Outputs, Rows, Tiny, feed, load};
 use crate::emulator::Emulator;
@@ -13,7 +13,7 @@ use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::sample::{Outcome, RowFault, Sampler, SamplerSpec, Scratch, sample};
 use llaisys_core::seq::SeqId;
 
-/// Two arenas of 64 cells, passes of 16 rows.
+/// Two streams of 64 cells, passes of 16 rows.
 fn settings() -> ContextConfig {
     ContextConfig { mode: ComputeMode::Auto, n_cells: 128, n_streams: 2, ..crate::common::settings() }
 }
@@ -30,7 +30,7 @@ fn on_emulator(model: &Tiny, config: ContextConfig) -> Context {
     context
 }
 
-/// A context with a sequence in arena 0 that holds `tokens`.
+/// Returns a context with a sequence of `tokens` in stream 0.
 fn started(tokens: &[i32]) -> (Context, SeqId) {
     let mut context = on_emulator(&model(), settings());
     let seq = context.seq_acquire(0).unwrap();
@@ -38,14 +38,14 @@ fn started(tokens: &[i32]) -> (Context, SeqId) {
     (context, seq)
 }
 
-/// What `tokens` give as one batch behind the first `start` positions of a sequence.
-fn go_on(context: &mut Context, seq: SeqId, start: usize, tokens: &[i32]) -> Outputs {
+/// Decodes `tokens` as one batch behind the first `start` positions of a sequence, and returns the outputs.
+fn continue_from(context: &mut Context, seq: SeqId, start: usize, tokens: &[i32]) -> Outputs {
     let mut outputs = Outputs::default();
     outputs.push(&Rows::default().run(seq, start, tokens).decode(context).unwrap());
     outputs
 }
 
-/// Relative L2 distance of some numbers' bits.
+/// Returns the relative L2 distance of numbers that are given by their bits.
 fn distance(got: &[u32], want: &[u32]) -> f64 {
     assert_eq!(got.len(), want.len());
     let value = |bits: &u32| f64::from(f32::from_bits(*bits));
@@ -53,8 +53,8 @@ fn distance(got: &[u32], want: &[u32]) -> f64 {
     (error / want.iter().map(|b| value(b).powi(2)).sum::<f64>()).sqrt()
 }
 
-/// The CPU with bf16 weights rounds what goes into its products; the device rounds what comes out of every op as well,
-/// some twice as often, so it may be twice as far from f32 (`parity/decoder.rs`).
+/// Compares a model with the CPU. The device has about twice as many roundings as the CPU with bf16 weights, so its
+/// distance to f32 may be twice as large (`parity/decoder.rs`).
 fn assert_agrees(model: &Tiny, config: ContextConfig, chunk: usize) {
     let tokens = model.tokens(1, 70);
     let alone = |context: &mut Context| {
@@ -73,7 +73,7 @@ fn assert_agrees(model: &Tiny, config: ContextConfig, chunk: usize) {
 
 #[test]
 fn passes_of_many_outputs_agree_with_the_cpu() {
-    // 70 outputs are more than are computed at a time.
+    // 70 outputs are more than one call computes.
     assert_agrees(&model(), ContextConfig { n_batch: 70, n_cells: 256, ..settings() }, 70);
 }
 
@@ -87,7 +87,7 @@ fn batches_over_several_passes_and_windows_agree_with_the_cpu() {
 }
 
 #[test]
-fn a_prefix_gives_the_same_bits_linked_copied_or_computed() {
+fn linked_copied_and_computed_prefixes_give_the_same_bits() {
     let tokens = model().tokens(2, 30);
     let (mut context, seq) = started(&tokens[..20]);
     context.kv_node_cache(1, seq, 0, 20).unwrap();
@@ -100,23 +100,23 @@ fn a_prefix_gives_the_same_bits_linked_copied_or_computed() {
     context.kv_node_attach(1, copied, 0, 20).unwrap();
     context.kv_seq_cp(seq, far, -1, -1).unwrap();
     assert_eq!(context.n_cells_free(), free - 40);
-    let want = go_on(&mut context, seq, 20, &tokens[20..]);
+    let want = continue_from(&mut context, seq, 20, &tokens[20..]);
     for other in [linked, copied, forked, far] {
-        assert!(go_on(&mut context, other, 20, &tokens[20..]) == want);
+        assert!(continue_from(&mut context, other, 20, &tokens[20..]) == want);
     }
-    // A cut end is written again, on cells that hold NaN.
+    // A removed end is computed again, in cells that are NaN.
     context.kv_seq_rm(seq, 20, -1).unwrap();
-    assert!(go_on(&mut context, seq, 20, &tokens[20..]) == want);
+    assert!(continue_from(&mut context, seq, 20, &tokens[20..]) == want);
     context.seq_release(seq).unwrap();
     assert_eq!(context.kv_seq_pos_max(forked).unwrap(), Some(29));
 }
 
 #[test]
-fn a_sequence_gives_the_same_bits_whichever_cells_it_has() {
+fn a_sequence_gives_the_same_bits_in_any_cells() {
     let tokens = model().tokens(3, 40);
     let (mut context, seq) = started(&tokens[..30]);
-    let want = go_on(&mut context, seq, 30, &tokens[30..]);
-    // Free cells lie scattered, and those with NaN between those that are seen.
+    let want = continue_from(&mut context, seq, 30, &tokens[30..]);
+    // Free cells are scattered, and NaN cells are between the visible ones.
     let [odd, even] = [(); 2].map(|()| context.seq_acquire(1).unwrap());
     for position in 0..20 {
         let rows = Rows::default().row(position, position, &[odd], 0).row(position, position, &[even], 0);
@@ -125,33 +125,33 @@ fn a_sequence_gives_the_same_bits_whichever_cells_it_has() {
     context.seq_release(even).unwrap();
     let scattered = context.seq_acquire(1).unwrap();
     feed(&mut context, scattered, &tokens[..30], 30);
-    assert!(go_on(&mut context, scattered, 30, &tokens[30..]) == want);
+    assert!(continue_from(&mut context, scattered, 30, &tokens[30..]) == want);
 }
 
 #[test]
-fn another_context_goes_on_from_exported_cells_with_the_same_bits() {
+fn another_context_continues_from_exported_cells_with_the_same_bits() {
     let tokens = model().tokens(4, 40);
     let (mut source, seq) = started(&tokens[..27]);
     source.kv_node_cache(1, seq, 0, 27).unwrap();
     let data = source.kv_node_export(1, 3, 27).unwrap();
     // Two layers, K and V, two heads of 64 in 16 bits.
     assert_eq!(data.len(), 24 * 2 * 2 * 2 * 64 * 2);
-    let want = go_on(&mut source, seq, 27, &tokens[27..]);
+    let want = continue_from(&mut source, seq, 27, &tokens[27..]);
 
     let (mut target, seq) = started(&tokens[..3]);
     assert_eq!(target.fingerprint(), source.fingerprint());
     target.kv_node_import(7, 1, 3, &data).unwrap();
     assert_eq!(target.kv_node_export(7, 3, 27).unwrap(), data);
     target.kv_node_attach(7, seq, 3, 27).unwrap();
-    assert!(go_on(&mut target, seq, 27, &tokens[27..]) == want);
+    assert!(continue_from(&mut target, seq, 27, &tokens[27..]) == want);
     let (mode, kv_dtype) = (ComputeMode::Bfloat16, Some(KvDType::Bfloat16));
     let cpu = load(&model(), ContextConfig { mode, kv_dtype, ..settings() });
     assert_ne!(cpu.context.fingerprint(), source.fingerprint());
 }
 
-/// The keys of a moved sequence, exported, are those that the CPU makes of the same keys.
+/// Compares the exported keys of a shifted sequence with those that the CPU computes from the same keys.
 #[test]
-fn a_shift_rotates_the_same_keys_as_on_the_cpu() {
+fn a_shift_rotates_keys_as_the_cpu_does() {
     fn numbers(data: &[u8]) -> Vec<u16> {
         data.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes)).collect()
     }
@@ -181,7 +181,7 @@ fn a_shift_rotates_the_same_keys_as_on_the_cpu() {
 }
 
 #[test]
-fn rows_give_what_they_ask_for_and_nothing_else() {
+fn rows_return_exactly_the_outputs_that_they_request() {
     let tokens = model().tokens(6, 7);
     let (logits, hidden) = (output::LOGITS, output::HIDDEN);
     let wants = [hidden, logits, 0, logits | hidden, hidden, 0, logits];
@@ -225,7 +225,7 @@ fn every_sampler_draws_from_the_devices_logits() {
     for seq in seqs {
         rows = rows.row(tokens[11], 11, &[seq], output::LOGITS);
     }
-    // Rows of the sequences' ends; in the middle one half of the vocabulary is allowed.
+    // The last rows of the sequences. The mask of the middle one allows half of the vocabulary.
     let masked = [34];
     let bits = [0xffff_ffff, 0x3f, 0];
     let masks = Some(RowMasks { rows: &masked, bits: &bits });
@@ -245,7 +245,7 @@ fn every_sampler_draws_from_the_devices_logits() {
 }
 
 #[test]
-fn a_faulty_row_costs_its_own_sequence_only() {
+fn a_row_with_a_fault_affects_only_its_sequence() {
     let tokens = model().tokens(8, 9);
     let (mut context, seq) = started(&tokens[..8]);
     let other = context.seq_acquire(1).unwrap();
@@ -279,7 +279,7 @@ fn layers_and_rows_count_as_progress() {
     let (mut context, seq) = started(&[1, 2, 3]);
     let before = context.progress().sample();
     // 20 rows are two passes of two layers.
-    go_on(&mut context, seq, 3, &[4; 20]);
+    continue_from(&mut context, seq, 3, &[4; 20]);
     let after = context.progress().sample();
     assert_eq!(after.n_layers_begun - before.n_layers_begun, 4);
     assert_eq!(after.n_rows_committed - before.n_rows_committed, 20);

@@ -1,6 +1,6 @@
-//! Decode steps of a context on a device: the same books and tokens with a step ahead, without, and by passes that the
-//! host samples, whatever happens to the sequences in between. On the emulator; with debug assertions every cell that
-//! is free or reserved holds NaN.
+//! Decode steps of a context on the emulator. The KV cache and the tokens are the same with overlap, without it, and by
+//! passes that the host samples, while sequences change between the steps. With debug assertions, every free or
+//! reserved cell is NaN.
 
 use crate::common::{Rows, Tiny};
 use crate::context_host::{Host, How, open};
@@ -13,17 +13,17 @@ use llaisys_core::cuda::device::Device;
 use llaisys_core::sample::{RowFault, SamplerSpec};
 use llaisys_core::seq::SeqId;
 
-/// Requests of their own and on others' cells, chunks of prompts beside decode rows, sequences that end, are taken back,
-/// sit out, are masked or find no cell: the tokens and the books are those of passes that the host samples.
+/// Requests share cells or not, chunks of prompts are in batches with decode rows, and sequences end, are rolled back,
+/// skip steps, are masked or find no free cell.
 #[test]
-fn tokens_and_books_are_those_of_passes_whatever_happens_to_sequences() {
+fn tokens_and_kv_cache_are_equal_with_overlap_without_it_and_by_passes() {
     let model = Tiny::for_gpu("Qwen2ForCausalLM", true);
     let run = |how, (seed, n_cells)| {
         let mut host = Host::new(&model, n_cells, how, seed);
         (0..40).for_each(|_| host.step());
-        (host.answers, host.digests, host.n_exhausted)
+        (host.completions, host.digests, host.n_exhausted)
     };
-    // Arenas of a block and a half, where sequences get in each other's way, and of four blocks.
+    // Streams of a block and a half, where sequences compete for cells, and of four blocks.
     for (seed, n_cells) in [(1, 96), (2, 256)] {
         let want = run(How::ByPasses, (seed, n_cells));
         let n_tokens: usize = want.0.values().map(Vec::len).sum();
@@ -32,19 +32,19 @@ fn tokens_and_books_are_those_of_passes_whatever_happens_to_sequences() {
             "{n_tokens} tokens, {} times no cells",
             want.2
         );
-        for how in [How::Synchronous, How::Ahead] {
+        for how in [How::Synchronous, How::Overlap] {
             assert!(run(how, (seed, n_cells)) == want, "{how:?}, seed {seed}");
         }
     }
 }
 
-/// A context with two sequences of three tokens, one of them sampled with penalties, that were decoded `n` times.
+/// Returns a context with two sequences of three tokens, one with penalties, after `n` decodes.
 fn started(device: Box<dyn Device>, how: How, n: usize) -> (Context, Vec<(SeqId, Vec<i32>)>) {
     let mut context = open(&Tiny::for_gpu("Qwen2ForCausalLM", true), 96, device, how);
-    let penalised = SamplerSpec { repetition_penalty: 1.4, temperature: 0.0, ..SamplerSpec::default() };
+    let penalized = SamplerSpec { repetition_penalty: 1.4, temperature: 0.0, ..SamplerSpec::default() };
     let mut seqs = Vec::new();
-    for (i, spec) in (0..).zip([penalised, SamplerSpec { seed: 9, ..SamplerSpec::default() }]) {
-        // Each in an arena of its own, so that none is in the way of the other's next cell.
+    for (i, spec) in (0..).zip([penalized, SamplerSpec { seed: 9, ..SamplerSpec::default() }]) {
+        // Each in its own stream, so that neither uses the other's next cell.
         let id = context.seq_acquire(i).unwrap();
         let tokens = vec![5 + i as i32, 30, 2];
         context.set_sampler(id, spec, &tokens, &[]).unwrap();
@@ -52,12 +52,12 @@ fn started(device: Box<dyn Device>, how: How, n: usize) -> (Context, Vec<(SeqId,
         rows.decode(&mut context).unwrap();
         seqs.push((id, tokens));
     }
-    (0..n).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
+    (0..n).for_each(|_| decode_token(&mut context, &mut seqs).unwrap());
     (context, seqs)
 }
 
-/// One token for each sequence.
-fn go_on(context: &mut Context, seqs: &mut [(SeqId, Vec<i32>)]) -> Result<(), Error> {
+/// Decodes one token of each sequence.
+fn decode_token(context: &mut Context, seqs: &mut [(SeqId, Vec<i32>)]) -> Result<(), Error> {
     let result = next(context, seqs, None)?;
     for ((_, tokens), token) in seqs.iter_mut().zip(result.token_ids) {
         tokens.push(token);
@@ -79,28 +79,28 @@ fn next(
     result
 }
 
-/// What may happen to a sequence whose next row is under way.
+/// The changes happen while the sequence's next row is in flight.
 #[test]
-fn a_change_between_two_steps_is_what_the_next_one_sees() {
+fn the_next_step_sees_every_change_of_a_sequence() {
     type Change = fn(&mut Context, &mut Vec<(SeqId, Vec<i32>)>);
     let changes: [Change; 6] = [
-        // Another token than the device's own.
+        // Another token than the one that the device sampled.
         |_, seqs| *seqs[0].1.last_mut().unwrap() = 7,
-        // The newest positions are forgotten.
+        // The newest positions are removed.
         |context, seqs| {
             seqs[0].1.truncate(4);
             context.kv_seq_rm(seqs[0].0, 3, -1).unwrap();
             let spec = SamplerSpec { temperature: 0.0, ..SamplerSpec::default() };
             context.set_sampler(seqs[0].0, spec, &seqs[0].1, &[]).unwrap();
         },
-        // Positions move, and their keys turn.
+        // Positions are shifted, and their keys are rotated.
         |context, seqs| {
             context.kv_seq_add(seqs[0].0, 2, -1, 3).unwrap();
             let spec = SamplerSpec { temperature: 0.0, ..SamplerSpec::default() };
             seqs[0].1.splice(2..2, [0; 3]);
             context.set_sampler(seqs[0].0, spec, &seqs[0].1, &[]).unwrap();
         },
-        // One ends, and its slot is another's; the cells under way go to a segment.
+        // One ends, and another sequence gets its slot. An imported node gets the cells of the rows in flight.
         |context, seqs| {
             context.seq_release(seqs[1].0).unwrap();
             let n = context.n_cells_free_in(0).unwrap();
@@ -111,12 +111,12 @@ fn a_change_between_two_steps_is_what_the_next_one_sees() {
             context.kv_seq_cp(seqs[0].0, seqs[1].0, 0, 4).unwrap();
             seqs[1].1 = [&seqs[0].1[..4], &[9]].concat();
         },
-        // Others' cells are forgotten, the sequence itself stays.
+        // The cells of all other sequences are removed.
         |context, seqs| {
             context.kv_seq_keep(seqs[0].0).unwrap();
             seqs[1].1.truncate(1);
         },
-        // What was computed stays, what comes is of other weights.
+        // Later rows are computed with other weights.
         |context, _| {
             let values: Vec<f32> = (0..72).map(|i| i as f32 / 36.0).collect();
             context.replace_weight("model.norm.weight", &[72], &values).unwrap();
@@ -126,15 +126,15 @@ fn a_change_between_two_steps_is_what_the_next_one_sees() {
         let run = |how| {
             let (mut context, mut seqs) = started(Box::new(Emulator::new()), how, 3);
             change(&mut context, &mut seqs);
-            (0..3).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
+            (0..3).for_each(|_| decode_token(&mut context, &mut seqs).unwrap());
             seqs
         };
-        assert_eq!(run(How::Ahead), run(How::Synchronous), "change {i}");
+        assert_eq!(run(How::Overlap), run(How::Synchronous), "change {i}");
     }
 }
 
 #[test]
-fn a_row_that_cannot_be_sampled_is_not_kept_and_the_others_are() {
+fn a_row_with_a_fault_is_dropped_and_the_others_are_committed() {
     let run = |how, masked: bool| {
         let (mut context, mut seqs) = started(Box::new(Emulator::new()), how, 3);
         if masked {
@@ -146,33 +146,34 @@ fn a_row_that_cannot_be_sampled_is_not_kept_and_the_others_are() {
             let result = next(&mut context, &seqs, Some(masks)).unwrap();
             assert_eq!(result.faults, [(0, RowFault::AllMasked)]);
             seqs[1].1.push(result.token_ids[1]);
-            go_on(&mut context, &mut seqs[..1]).unwrap();
+            decode_token(&mut context, &mut seqs[..1]).unwrap();
         } else {
-            go_on(&mut context, &mut seqs).unwrap();
+            decode_token(&mut context, &mut seqs).unwrap();
         }
-        (0..2).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
+        (0..2).for_each(|_| decode_token(&mut context, &mut seqs).unwrap());
         seqs
     };
     let want = run(How::Synchronous, false);
     assert_eq!(run(How::Synchronous, true), want);
-    assert_eq!(run(How::Ahead, true), want);
+    assert_eq!(run(How::Overlap, true), want);
 }
 
-/// In the first step of a bucket, whose launches are single, and in a pass beside a step.
+/// A launch fails in the first step of a bucket, which runs kernel by kernel, and in a pass in the same decode as a
+/// step.
 #[test]
-fn a_decode_that_fails_leaves_everything_as_it_was() {
+fn a_failed_decode_changes_nothing() {
     let want = started(Box::new(Emulator::new()), How::Synchronous, 4).1;
-    for how in [How::Synchronous, How::Ahead] {
+    for how in [How::Synchronous, How::Overlap] {
         for n in [1, 2, 9, 14] {
             let fuse = Fuse::new();
             let (mut context, mut seqs) = started(Box::new(Flaky::new(&fuse, 1 << 30)), how, 0);
             let before = context.digest();
             fuse.fail(n);
-            assert!(matches!(go_on(&mut context, &mut seqs), Err(Error::Device(_))), "launch {n}");
+            assert!(matches!(decode_token(&mut context, &mut seqs), Err(Error::Device(_))), "launch {n}");
             assert_eq!(context.digest(), before);
             assert!(!context.is_broken());
-            (0..2).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
-            // A prompt beside them, in whose pass a launch fails.
+            (0..2).for_each(|_| decode_token(&mut context, &mut seqs).unwrap());
+            // A prompt in the same batch, in whose pass a launch fails.
             let other = context.seq_acquire(0).unwrap();
             let last = |i: usize| (seqs[i].1[seqs[i].1.len() - 1], seqs[i].1.len() as i32 - 1);
             let rows = Rows::default()
@@ -187,74 +188,74 @@ fn a_decode_that_fails_leaves_everything_as_it_was() {
             assert_eq!(context.digest(), before);
             let result = context.decode(&request).unwrap();
             seqs.iter_mut().zip(result.token_ids).for_each(|((_, tokens), token)| tokens.push(token));
-            go_on(&mut context, &mut seqs).unwrap();
+            decode_token(&mut context, &mut seqs).unwrap();
             assert_eq!(seqs, want, "{how:?}, launch {n}");
         }
     }
 }
 
-/// Without this all of the above could hold for a context that never makes a step of its decodes.
+/// Without this test, all tests above could pass for a context that never uses decode steps.
 #[test]
-fn a_decode_that_goes_on_launches_graphs_alone() {
-    for how in [How::Synchronous, How::Ahead] {
+fn a_repeated_decode_launches_only_graphs() {
+    for how in [How::Synchronous, How::Overlap] {
         let fuse = Fuse::new();
         let (mut context, mut seqs) = started(Box::new(Flaky::new(&fuse, 1 << 30)), how, 3);
         fuse.fail(1000);
-        (0..3).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
+        (0..3).for_each(|_| decode_token(&mut context, &mut seqs).unwrap());
         assert_eq!(fuse.left(), 1000, "{how:?}");
-        // Of a row alone there is no graph yet.
-        go_on(&mut context, &mut seqs[..1]).unwrap();
+        // There is no graph yet for one row.
+        decode_token(&mut context, &mut seqs[..1]).unwrap();
         assert!(fuse.left() < 1000, "{how:?}");
     }
 }
 
-/// The second step of a bucket is captured: its first launch fails.
+/// The second step of a bucket is captured, and its first launch fails.
 #[test]
-fn why_a_step_is_no_graph_comes_once_with_what_it_gives() {
+fn the_reason_of_a_failed_capture_is_reported_once() {
     let fuse = Fuse::new();
     let (mut context, mut seqs) = started(Box::new(Flaky::new(&fuse, 1 << 30)), How::Synchronous, 1);
     fuse.fail(1);
     let first = next(&mut context, &seqs, None).unwrap();
-    let told = first.graph_refusal.expect("a capture failed");
-    assert!(told.contains("2 rows") && told.contains("(701)"), "{told}");
+    let refusal = first.graph_refusal.expect("a capture failed");
+    assert!(refusal.contains("2 rows") && refusal.contains("(701)"), "{refusal}");
     seqs.iter_mut().zip(first.token_ids).for_each(|((_, tokens), token)| tokens.push(token));
     assert_eq!(next(&mut context, &seqs, None).unwrap().graph_refusal, None);
 }
 
-/// The same tokens, other parameters; then none at all.
+/// The sampler changes while the tokens stay; then the slot has a sequence without a sampler.
 #[test]
-fn a_sampler_that_is_set_anew_is_what_the_next_step_asks() {
-    for how in [How::Synchronous, How::Ahead] {
+fn the_next_step_uses_a_sampler_that_was_set_again() {
+    for how in [How::Synchronous, How::Overlap] {
         let (mut context, mut seqs) = started(Box::new(Emulator::new()), how, 3);
         for id in [7, 11] {
             let spec = SamplerSpec { allowed_ids: vec![id], ..SamplerSpec::default() };
             let (prompt, output) = seqs[0].1.split_at(3);
             context.set_sampler(seqs[0].0, spec, prompt, output).unwrap();
-            go_on(&mut context, &mut seqs).unwrap();
+            decode_token(&mut context, &mut seqs).unwrap();
             assert_eq!(seqs[0].1.last(), Some(&(id as i32)), "{how:?}");
         }
-        // The only free slot is the one that was just given back.
+        // The only free slot is the one that was just released.
         let others: Vec<SeqId> = (0..4).map(|_| context.seq_acquire(0).unwrap()).collect();
         context.seq_release(seqs[0].0).unwrap();
         seqs[0] = (context.seq_acquire(0).unwrap(), vec![11]);
-        assert_eq!(seqs[0].0.slot(), 0, "beside {others:?}");
-        go_on(&mut context, &mut seqs).unwrap();
+        assert_eq!(seqs[0].0.slot(), 0, "the others are {others:?}");
+        decode_token(&mut context, &mut seqs).unwrap();
         let logits = Rows::default().row(11, 0, &[others[0]], output::LOGITS).decode(&mut context).unwrap();
         assert_eq!(seqs[0].1[1], logits.token_ids[0], "{how:?}");
     }
 }
 
-/// What penalties look at comes from either side: here every third token is sampled by the host.
+/// The host samples every third token.
 #[test]
-fn tokens_that_the_host_sampled_count_on_the_device() {
-    // 7 and 8 in turn, as no 7 may follow one of the answer.
+fn penalties_on_the_device_see_tokens_that_the_host_sampled() {
+    // 7 and 8 alternate, because no 7 may follow a 7 of the completion.
     let spec = SamplerSpec {
         temperature: 0.0,
         bad_words: vec![vec![7, 7]],
         logit_bias: vec![(7, 200.0), (8, 100.0)],
         ..SamplerSpec::default()
     };
-    for how in [How::Synchronous, How::Ahead] {
+    for how in [How::Synchronous, How::Overlap] {
         let (mut context, mut seqs) = started(Box::new(Emulator::new()), how, 0);
         let (id, tokens) = &mut seqs[0];
         context.set_sampler(*id, spec.clone(), tokens, &[]).unwrap();

@@ -1,4 +1,4 @@
-//! The emulator itself: each defect that it is there to show, in a kernel of `emulator/defects.cu`.
+//! Tests of the emulator: it detects each defect of the kernels in `emulator/defects.cu`.
 
 use crate::emulator::Emulator;
 use crate::emulator::arrays::Arrays;
@@ -51,7 +51,7 @@ fn function(element: Element, name: &'static str) -> Function {
     DEFECTS.function(&[kernel_source::storage(element)], name)
 }
 
-/// Runs a kernel of one block, with as many threads as it declares.
+/// Runs one block of a kernel, with the most threads of that kernel.
 fn run(device: &Emulator, name: &'static str, args: &[Arg]) -> Result<(), String> {
     run_grid(device, name, 1, args)
 }
@@ -62,14 +62,15 @@ fn run_grid(device: &Emulator, name: &'static str, n_blocks: u32, args: &[Arg]) 
     let shared_bytes = if name.starts_with("dynamic") { 128 } else { 0 };
     let launch =
         Launch { function: &function, grid: [n_blocks, 1, 1], block: kernel.max_threads, shared_bytes, args };
-    device.launch(&launch).map_err(|e| e.to_string())
+    // SAFETY: the emulator's guard pages stop what the defects access outside of their arrays.
+    unsafe { device.launch(&launch) }.map_err(|e| e.to_string())
 }
 
 fn floats(device: &Emulator, what: &'static str, n: usize) -> DevicePtr {
-    device.room(what, Element::F32, n)
+    device.unwritten(what, Element::F32, n)
 }
 
-/// The launch fails, the message has every one of `words`, and the device is lost.
+/// Asserts that the launch fails with a message that has all `words`, and that the device is lost after that.
 fn assert_fails(name: &'static str, arrays: &[usize], rest: &[Arg], words: &[&str]) {
     let device = device();
     let mut args: Vec<Arg> = arrays.iter().map(|&n| Arg::Ptr(floats(&device, "numbers", n))).collect();
@@ -78,19 +79,19 @@ fn assert_fails(name: &'static str, arrays: &[usize], rest: &[Arg], words: &[&st
     for word in words.iter().chain([&name]) {
         assert!(error.contains(word), "{name}: {word:?} is not in {error:?}");
     }
-    let after = device.synchronize().expect_err("a fault is for good").to_string();
+    let after = device.synchronize().expect_err("the device is lost").to_string();
     assert!(after.contains("the device is lost since") && after.contains(name), "{after}");
 }
 
 #[test]
-fn reads_and_writes_outside_of_an_allocation_name_it() {
+fn accesses_outside_of_an_allocation_are_errors_that_name_it() {
     let words = ["block (0, 0, 0), thread", "behind the end of `numbers` (128 bytes)"];
     assert_fails("read_behind", &[32, 32], &[Arg::I32(1)], &words);
     assert_fails("write_behind", &[32], &[Arg::I32(1)], &words);
     // Far from the end, and before the start.
     assert_fails("read_behind", &[32, 32], &[Arg::I32(200_000)], &words);
     assert_fails("write_behind", &[32], &[Arg::I32(-2000)], &["before `numbers`"]);
-    // Within the bytes that alignment leaves behind an array of 29 numbers.
+    // In the padding behind an array of 29 numbers.
     let whole = device();
     let at = floats(&whole, "odd", 29);
     let error = run(&whole, "write_behind", &[Arg::Ptr(at), Arg::I32(0)]).expect_err("3 numbers too many");
@@ -98,31 +99,32 @@ fn reads_and_writes_outside_of_an_allocation_name_it() {
 }
 
 #[test]
-fn a_launch_whose_accesses_are_inside_goes_through() {
+fn a_launch_whose_accesses_are_inside_its_arrays_succeeds() {
     let device = device();
     let (x, y) = (floats(&device, "x", 32), floats(&device, "y", 32));
     run(&device, "read_behind", &[Arg::Ptr(x), Arg::Ptr(y), Arg::I32(0)]).expect("all inside");
 }
 
-/// Threads and blocks whose order shows in the result go wrong under a random order.
+/// Under a random order of threads and blocks, results that depend on the order are wrong.
 #[test]
 fn missing_barriers_and_dependent_blocks_show_in_results() {
-    let neighbours = |n: usize| (0..n).map(|i| ((i + 1) % n) as f32).collect::<Vec<_>>();
+    let of_next_thread = |n: usize| (0..n).map(|i| ((i + 1) % n) as f32).collect::<Vec<_>>();
     let of = |name, n_blocks, n| {
         let device = device();
         let y = floats(&device, "y", n);
         run_grid(&device, name, n_blocks, &[Arg::Ptr(y)]).expect("it runs");
         device.read(Element::F32, y, n)
     };
-    assert_eq!(of("barrier_there", 1, 128), neighbours(128));
-    // Without barriers some thread runs before its neighbour, whatever the order; 64 blocks come in theirs once in 64!.
-    assert_ne!(of("barrier_missing", 1, 128), neighbours(128));
-    assert_ne!(of("warp_barrier_missing", 1, 32), neighbours(32));
+    assert_eq!(of("barrier_there", 1, 128), of_next_thread(128));
+    // Without barriers some thread runs before the next one in every order. 64 blocks run in order with probability
+    // 1/64!.
+    assert_ne!(of("barrier_missing", 1, 128), of_next_thread(128));
+    assert_ne!(of("warp_barrier_missing", 1, 32), of_next_thread(32));
     assert_ne!(of("blocks_depend", 64, 64), (1..=64).map(|i| i as f32).collect::<Vec<_>>());
 }
 
 #[test]
-fn the_order_of_threads_follows_from_the_seed() {
+fn the_seed_determines_the_order_of_threads() {
     let result = |seed| {
         let device = Emulator::with_seed(seed);
         let y = floats(&device, "y", 128);
@@ -134,7 +136,7 @@ fn the_order_of_threads_follows_from_the_seed() {
 }
 
 #[test]
-fn shared_memory_that_nobody_wrote_is_nan() {
+fn unwritten_shared_memory_is_nan() {
     let of = |name| {
         let device = device();
         let y = floats(&device, "y", 32);
@@ -146,13 +148,13 @@ fn shared_memory_that_nobody_wrote_is_nan() {
 }
 
 #[test]
-fn shared_memory_has_an_end() {
+fn accesses_outside_of_shared_memory_are_errors() {
     assert_fails("dynamic_behind", &[32], &[], &["touches memory that is not its own"]);
     assert_fails("index_outside", &[32], &[Arg::I32(1)], &["index outside of an array"]);
 }
 
 #[test]
-fn barriers_that_some_threads_do_not_reach_are_named() {
+fn barriers_that_some_threads_do_not_reach_are_errors() {
     assert_fails("barrier_of_some", &[128], &[], &["waits at __syncthreads", "defects.cu", "has returned"]);
     assert_fails(
         "barriers_apart",
@@ -165,17 +167,17 @@ fn barriers_that_some_threads_do_not_reach_are_named() {
 }
 
 #[test]
-fn misaligned_16_byte_accesses_and_undefined_arithmetic_stop_a_launch() {
+fn misaligned_16_byte_accesses_and_undefined_arithmetic_are_errors() {
     assert_fails("misaligned", &[256, 256], &[], &["misaligned access"]);
     assert_fails("divides", &[32], &[Arg::I32(0)], &["undefined arithmetic"]);
 }
 
 #[test]
-fn a_copy_is_there_when_it_was_waited_for() {
+fn an_async_copy_arrives_when_it_was_waited_for() {
     let device = device();
     let values = SplitMix64::new(1).values(Size::Unit, 256);
     let x = device.elements("x", Element::Bf16, &values);
-    let y = device.room("y", Element::Bf16, 256);
+    let y = device.unwritten("y", Element::Bf16, 256);
     run(&device, "copy_unawaited", &[Arg::Ptr(x), Arg::Ptr(y)]).expect("it runs");
     assert!(device.read(Element::Bf16, y, 256).iter().all(|x| x.is_nan()));
     run(&device, "copy_awaited", &[Arg::Ptr(x), Arg::Ptr(y)]).expect("it runs");
@@ -187,7 +189,7 @@ fn a_copy_is_there_when_it_was_waited_for() {
 }
 
 #[test]
-fn arguments_that_are_not_the_signatures_are_refused() {
+fn arguments_that_differ_from_the_signature_are_refused() {
     let start = |args: fn(DevicePtr) -> Vec<Arg>| {
         let device = device();
         let at = floats(&device, "y", 32);
@@ -200,7 +202,8 @@ fn arguments_that_are_not_the_signatures_are_refused() {
     for wrong in [Arg::U32(0), Arg::U64(0), Arg::F32(0.0), Arg::Ptr(DevicePtr::NULL)] {
         let device = device();
         let at = floats(&device, "y", 32);
-        let error = run(&device, "write_behind", &[Arg::Ptr(at), wrong]).expect_err("an int is wanted");
+        let error =
+            run(&device, "write_behind", &[Arg::Ptr(at), wrong]).expect_err("the parameter is an int");
         assert!(error.contains("argument 1 is") && error.contains("the parameter is int"), "{error}");
     }
 }
@@ -221,13 +224,14 @@ fn launches_that_a_gpu_refuses_are_refused() {
         (Launch { function: &of_other, ..whole }, "defects.cu has no module defects__T3"),
     ];
     for (launch, word) in cases {
-        let error = device().launch(&launch).expect_err(word).to_string();
+        // SAFETY: the emulator refuses the launch before it starts.
+        let error = unsafe { device().launch(&launch) }.expect_err(word).to_string();
         assert!(error.contains(word), "{error}");
     }
 }
 
 #[test]
-fn matrix_fragments_lie_as_the_instruction_set_says() {
+fn matrix_fragments_have_the_layout_of_the_instruction_set() {
     for element in [Element::Bf16, Element::F16] {
         let device = device();
         let draw = &mut SplitMix64::new(7);
@@ -236,15 +240,15 @@ fn matrix_fragments_lie_as_the_instruction_set_says() {
         let c = floats(&device, "c", 128);
         let function = function(element, "tile_product");
         let args = &[Arg::Ptr(a), Arg::Ptr(b), Arg::Ptr(c)];
-        device
-            .launch(&Launch { function: &function, grid: [1, 1, 1], block: 32, shared_bytes: 0, args })
-            .expect("it runs");
+        let launch = Launch { function: &function, grid: [1, 1, 1], block: 32, shared_bytes: 0, args };
+        // SAFETY: the arrays have the tile's 256, 128 and 128 elements.
+        unsafe { device.launch(&launch) }.expect("it runs");
         let (a, b) = (device.read(element, a, 256), device.read(element, b, 128));
         let want = (0..128).map(|i| {
             let (row, column) = (&a[i / 8 * 16..][..16], &b[i % 8 * 16..][..16]);
             row.iter().zip(column).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum::<f64>() as f32
         });
-        // 16 products of 16-bit numbers are exact in f64, whatever their order.
+        // Sums of 16 products of 16-bit numbers are exact in f64 in any order.
         assert_eq!(device.read(Element::F32, c, 128), want.collect::<Vec<_>>(), "{element:?}");
     }
 }
@@ -278,34 +282,34 @@ fn products_are_sums_over_k_with_a_bias() {
 }
 
 #[test]
-fn a_graph_does_again_what_was_noted() {
+fn a_graph_repeats_the_captured_work() {
     let device = device();
     let (x, y) = (floats(&device, "x", 32), floats(&device, "y", 32));
-    device.fill(y, 1, 128).expect("its own memory");
+    device.fill(y, 1, 128).expect("the array is inside the allocation");
     device.begin_capture().expect("none is open");
-    device.fill(x, 0, 128).expect("noted");
-    run(&device, "read_behind", &[Arg::Ptr(x), Arg::Ptr(y), Arg::I32(0)]).expect("noted");
+    device.fill(x, 0, 128).expect("recorded");
+    run(&device, "read_behind", &[Arg::Ptr(x), Arg::Ptr(y), Arg::I32(0)]).expect("recorded");
     for refused in [device.upload(x, &[0]), device.synchronize(), device.begin_capture()] {
         let error = refused.expect_err("a capture is open").to_string();
         assert!(error.contains("not allowed in a capture"), "{error}");
     }
     let graph = device.end_capture().expect("one is open");
-    assert_eq!(device.read_bytes(y, 128), [1; 128], "noted, not done");
+    assert_eq!(device.read_bytes(y, 128), [1; 128], "recorded, not run");
     device.replay(graph).expect("it was captured");
     assert_eq!(device.read(Element::F32, y, 32), [0.0; 32]);
-    device.upload(y, &[7; 128]).expect("its own memory");
+    device.upload(y, &[7; 128]).expect("the array is inside the allocation");
     device.replay(graph).expect("it was captured");
     assert_eq!(device.read(Element::F32, y, 32), [0.0; 32]);
     assert!(device.replay(graph + 1).is_err() && device.end_capture().is_err());
 }
 
 #[test]
-fn what_was_read_back_stays_what_it_was() {
+fn later_work_does_not_change_a_read_back() {
     let device = device();
     let at = device.bytes("x", &[1, 2, 3, 4]);
-    let first = device.read_back(at, 4).expect("its own memory");
-    device.fill(at, 9, 4).expect("its own memory");
-    let second = device.read_back(at, 2).expect("its own memory");
+    let first = device.read_back(at, 4).expect("the array is inside the allocation");
+    device.fill(at, 9, 4).expect("the array is inside the allocation");
+    let second = device.read_back(at, 2).expect("the array is inside the allocation");
     let (mut one, mut two) = ([0; 4], [0; 2]);
     assert!(device.collect(second, &mut two).is_err(), "in the order of the calls");
     device.collect(first, &mut one).expect("the next in order");

@@ -1,5 +1,5 @@
-//! The CUDA backend without a GPU: on an emulator that runs the kernels on the CPU. `LLAISYS_TEST_DEVICE=gpu` runs the
-//! tests of `parity` on the first GPU.
+//! Tests of the CUDA backend without a GPU, on an emulator that runs the kernels on the CPU. With
+//! `LLAISYS_TEST_DEVICE=gpu` the tests of `parity` run on the first GPU.
 #![cfg(feature = "cuda")]
 
 #[path = "../common/c_library.rs"]
@@ -21,6 +21,7 @@ mod cells;
 mod compile;
 mod context;
 mod context_steps;
+#[allow(unsafe_code, reason = "launches kernels with defects")]
 mod emulator_defects;
 mod nccl;
 mod overlap;

@@ -1,6 +1,6 @@
-//! Exchanges through NCCL, on a library that is made for the test (`cuda_driver/fake/nccl.c`): what each rank says to it, what
-//! comes of it, and that a rank that is lost keeps nobody waiting.
-#![allow(unsafe_code, reason = "loads the fake and asks it")]
+//! Exchanges through a fake NCCL (`cuda_driver/fake/nccl.c`): the calls of each rank, the results, and that no rank
+//! waits for a lost one.
+#![allow(unsafe_code, reason = "loads the fake and calls its functions")]
 
 use crate::c_library::build;
 use crate::folder::Folder;
@@ -14,10 +14,10 @@ use std::ffi::{CStr, c_char, c_int};
 use std::sync::{Arc, Barrier};
 
 const FAKE: &str = include_str!("../cuda_driver/fake/nccl.c");
-/// What the caller gives for a stream: handed on, never used.
+/// The stream argument, which is passed on and never used.
 const STREAM: usize = 0x5e;
 
-/// The fake, and what can be asked of it. Each has its own copy.
+/// A fake NCCL and its test functions. Each value loads its own copy.
 struct Fake {
     nccl: Arc<Nccl>,
     library: Library,
@@ -33,7 +33,7 @@ impl Fake {
         Self { nccl, library: unsafe { Library::new(path) }.unwrap(), _folder: folder }
     }
 
-    /// What a rank's thread said to the library.
+    /// Returns the calls of a rank's thread.
     fn notes(&self, rank: usize) -> String {
         // SAFETY: the signature is the fake's; the text ends with a zero.
         unsafe {
@@ -53,7 +53,8 @@ impl Fake {
         }
     }
 
-    /// What each rank's thread makes of its `NcclRank` of a new group, in the order of the ranks; Err of one that panics.
+    /// Runs `job` with each `NcclRank` of a new group on its own thread. Returns the results in the order of the ranks,
+    /// `Err` for a rank that panics.
     fn on_all<T: Send>(
         &self,
         world: usize,
@@ -73,17 +74,17 @@ impl Fake {
 }
 
 fn start(end: &Communicator, exchange: Exchange) -> Result<(), DeviceError> {
-    // SAFETY: the fake does it at once, and uses no stream.
+    // SAFETY: the fake runs the exchange during the call and does not use the stream.
     unsafe { end.start(&exchange, STREAM as *mut _) }
 }
 
-/// The address of memory, which is the host's here.
+/// Returns the address of host memory, which the fake uses as device memory.
 fn at<T>(memory: &mut [T]) -> DevicePtr {
-    // SAFETY: the fake NCCL follows it while the slice is borrowed by the caller.
+    // SAFETY: the fake uses it only during an exchange, while the caller borrows the slice.
     unsafe { DevicePtr::from_raw(memory.as_mut_ptr() as u64, size_of_val(memory)) }
 }
 
-/// Numbers of a rank, of very different sizes.
+/// Returns numbers of a rank with very different magnitudes.
 fn numbers(rank: usize, n: usize) -> Vec<f32> {
     (0..n).map(|i| ((rank * 31 + i * 13) % 23) as f32 * 10_f32.powi((i % 5) as i32 - 2) - 3.0).collect()
 }
@@ -92,9 +93,9 @@ fn is_lost(result: Result<(), DeviceError>) -> bool {
     matches!(result, Err(DeviceError::RankLost { .. }))
 }
 
-/// A sum of f32, one of bf16, a gather, and copies from every root: results, counts, types, order, and the stream.
+/// A sum of f32, one of bf16, a gather, and broadcasts from every root: results, counts, types, order, and the stream.
 #[test]
-fn exchanges_are_asked_for_as_nccl_documents_them() {
+fn exchanges_call_nccl_as_documented() {
     for world in [1, 2, 4] {
         let (fake, all_done) = (Fake::new(), Barrier::new(world));
         let results = fake.on_all(world, |rank, member| {
@@ -132,16 +133,16 @@ fn exchanges_are_asked_for_as_nccl_documents_them() {
             assert_eq!(copies, (0..world).map(|root| vec![root as u16; 2]).collect::<Vec<_>>());
             // ncclFloat32 is 7, ncclBfloat16 9, ncclFloat16 6.
             let copies: String = (0..world).map(|root| format!("copy(2,6,{root})@5e;")).collect();
-            let asked =
+            let calls =
                 format!("init {rank} of {world};sum(37,7,0)@5e;sum(5,9,0)@5e;gather(3,7,0)@5e;{copies}");
-            assert_eq!(fake.notes(rank), format!("{asked}destroy;"));
+            assert_eq!(fake.notes(rank), format!("{calls}destroy;"));
         }
     }
 }
 
-/// Two groups at once: a rank whose id went wrong would meet the other's.
+/// Runs two groups at once. A rank with a damaged id would join the other group.
 #[test]
-fn groups_are_apart() {
+fn groups_are_independent() {
     let fake = Fake::new();
     let meet = |first: f32| {
         let (fake, all_done) = (&fake, Barrier::new(2));
@@ -168,9 +169,9 @@ fn groups_are_apart() {
     });
 }
 
-/// NCCL would wait for ever for a rank that could not open its GPU: none of the others gets there.
+/// NCCL would wait forever for a rank that could not open its GPU, so no other rank calls NCCL.
 #[test]
-fn a_rank_that_does_not_come_keeps_nobody_waiting() {
+fn ranks_do_not_wait_for_one_that_does_not_join() {
     let fake = Fake::new();
     let joined =
         fake.on_all(3, |rank, member| if rank == 1 { None } else { Some(member.join().map(|_| ())) });
@@ -180,10 +181,10 @@ fn a_rank_that_does_not_come_keeps_nobody_waiting() {
     }
 }
 
-/// It dies in the middle; what the others started by then never ends.
+/// A rank panics after some exchanges, and the work of the others never completes.
 #[test]
-fn a_rank_that_panics_ends_the_others_with_an_error() {
-    for (world, dying, n_before) in [(2, 0, 0), (2, 1, 3), (4, 2, 5)] {
+fn a_panic_of_one_rank_is_an_error_on_the_others() {
+    for (world, panicking, n_before) in [(2, 0, 0), (2, 1, 3), (4, 2, 5)] {
         let fake = Fake::new();
         let ends = fake.on_all(world, |rank, member| {
             let end = member.join().unwrap();
@@ -192,17 +193,17 @@ fn a_rank_that_panics_ends_the_others_with_an_error() {
                 start(&end, Exchange::AllReduceSum { at: at(&mut sum), n: 1, element: Element::F32 })
                     .unwrap();
             }
-            assert_ne!(rank, dying, "this rank was to die");
+            assert_ne!(rank, panicking, "this rank panics");
             let error = end.wait(|| Ok(false)).unwrap_err();
             assert!(error.to_string().contains(&format!("rank {rank} of {world}")), "{error}");
             assert!(is_lost(start(
                 &end,
                 Exchange::AllReduceSum { at: at(&mut sum), n: 1, element: Element::F32 }
             )));
-            assert!(is_lost(end.wait(|| Ok(true))), "what is done is not what was wanted");
+            assert!(is_lost(end.wait(|| Ok(true))), "work that ended after an abort has no result");
         });
         for (rank, end) in ends.into_iter().enumerate() {
-            assert_eq!(end.is_err(), rank == dying, "rank {rank}");
+            assert_eq!(end.is_err(), rank == panicking, "rank {rank}");
             let notes = fake.notes(rank);
             assert_eq!(notes.matches("sum").count(), n_before, "{notes}");
             assert!(notes.ends_with("abort;") && notes.matches("abort").count() == 1, "{notes}");
@@ -212,7 +213,7 @@ fn a_rank_that_panics_ends_the_others_with_an_error() {
 }
 
 #[test]
-fn a_rank_that_gives_up_ends_the_others_with_an_error() {
+fn an_abort_of_one_rank_is_an_error_on_the_others() {
     let fake = Fake::new();
     let lost = fake.on_all(3, |rank, member| {
         let end = member.join().unwrap();
@@ -225,7 +226,7 @@ fn a_rank_that_gives_up_ends_the_others_with_an_error() {
 }
 
 #[test]
-fn a_status_comes_with_its_text_and_what_was_asked() {
+fn errors_have_the_text_of_nccl_and_the_operation() {
     let fake = Fake::new();
     fake.fail("fake_fail_next", 0, 2);
     let error = fake.nccl.group(2).unwrap_err().to_string();
@@ -246,7 +247,7 @@ fn a_status_comes_with_its_text_and_what_was_asked() {
         error.contains("all-reduce of 1 x F32") && error.contains("remote process exited (6)"),
         "{error}"
     );
-    // One that shows later ends the group: it was healthy until then.
+    // An asynchronous error ends the group, which was healthy until then.
     end.wait(|| Ok(true)).unwrap();
     fake.fail("fake_fail_async", 0, 6);
     let error = end.wait(|| Ok(false)).unwrap_err().to_string();
@@ -256,7 +257,7 @@ fn a_status_comes_with_its_text_and_what_was_asked() {
 }
 
 #[test]
-fn without_the_library_it_is_said_what_brings_it() {
+fn a_missing_library_is_an_error_that_names_the_package() {
     let folder = Folder::new();
     // No machine that runs this test has an NCCL in its loader's path.
     let error = Nccl::find(&[folder.path().to_owned()]).unwrap_err();
@@ -270,7 +271,7 @@ fn without_the_library_it_is_said_what_brings_it() {
 }
 
 #[test]
-fn another_library_or_an_old_one_is_refused() {
+fn a_library_that_is_not_nccl_or_too_old_is_refused() {
     let with = |define: &str| {
         let folder = Folder::new();
         build(folder.path(), "libnccl.so.2", FAKE, &[define]);

@@ -1,5 +1,5 @@
-//! Async scheduling on a device with random delays: each sequence gets the tokens that it gets alone, whichever sequence
-//! stops, pauses, is preempted or joins in between, and no cell is lost or used twice.
+//! Async scheduling on a device model with random delays. Each sequence gets the same tokens as alone, while sequences
+//! stop, pause, are preempted or join. No cell is lost or used twice.
 
 use llaisys_core::cuda::forward::overlap::{InFlightRow, NextRow, OverlapState, Row};
 use llaisys_core::ops::cases::SplitMix64;
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 const N_SLOTS: usize = 4;
 const STOP: u32 = 0;
 
-/// The model: the next token of a history, STOP every few tokens.
+/// The language model: returns the next token of a history, which is STOP every few tokens.
 fn next_token(history: &[(u32, u32)]) -> u32 {
     let mut hash = SplitMix64::new(history.len() as u64);
     for &(position, token) in history {
@@ -18,21 +18,21 @@ fn next_token(history: &[(u32, u32)]) -> u32 {
     hash.below(9) as u32
 }
 
-/// What the device is asked for, in order.
+/// Work of the device, in order.
 #[derive(Debug)]
 enum Work {
-    /// A slot's cells and its newest token, which has none yet.
+    /// Sets a slot's cells and its newest token, which has no cell yet.
     Slot { slot: usize, cells: Vec<u32>, token: u32 },
-    /// Keys and values of a prompt's tokens from position 0 on.
+    /// Computes the keys and values of a prompt's tokens from position 0 on.
     Prompt { cells: Vec<u32>, tokens: Vec<u32> },
-    /// One token of each slot, at a new cell.
+    /// Computes one token of each slot in a new cell.
     Step { rows: Vec<(usize, u32)>, event: u64 },
 }
 
-/// A device that does its work some time between being asked and being waited for.
+/// A device that runs its work at random times between the launch and the wait.
 #[derive(Debug, Default)]
 struct Device {
-    asked: VecDeque<Work>,
+    queue: VecDeque<Work>,
     cells: BTreeMap<u32, (u32, u32)>,
     table: [Vec<u32>; N_SLOTS],
     newest: [u32; N_SLOTS],
@@ -41,21 +41,21 @@ struct Device {
 }
 
 impl Device {
-    fn ask(&mut self, work: Work, draw: &mut SplitMix64) {
-        self.asked.push_back(work);
+    fn submit(&mut self, work: Work, draw: &mut SplitMix64) {
+        self.queue.push_back(work);
         for _ in 0..draw.below(4) {
-            self.do_one();
+            self.run_one();
         }
     }
 
     fn step(&mut self, rows: Vec<(usize, u32)>, draw: &mut SplitMix64) -> u64 {
         self.last_event += 1;
-        self.ask(Work::Step { rows, event: self.last_event }, draw);
+        self.submit(Work::Step { rows, event: self.last_event }, draw);
         self.last_event
     }
 
-    fn do_one(&mut self) {
-        match self.asked.pop_front() {
+    fn run_one(&mut self) {
+        match self.queue.pop_front() {
             None => {}
             Some(Work::Slot { slot, cells, token }) => {
                 self.table[slot] = cells;
@@ -80,19 +80,19 @@ impl Device {
         }
     }
 
-    /// Waits. Results are taken once.
+    /// Waits for an event and returns its results, which are removed.
     fn collect(&mut self, event: u64) -> Vec<u32> {
         while !self.results.contains_key(&event) {
-            assert!(!self.asked.is_empty(), "nobody asked for event {event}");
-            self.do_one();
+            assert!(!self.queue.is_empty(), "event {event} was not launched");
+            self.run_one();
         }
-        self.results.remove(&event).expect("it is there")
+        self.results.remove(&event).expect("the loop waited for it")
     }
 }
 
 #[derive(Debug, Clone)]
 struct Sequence {
-    /// Never used again, unlike the slot.
+    /// Never reused, unlike the slot.
     id: i64,
     slot: usize,
     n_prompt: usize,
@@ -120,12 +120,12 @@ impl Sequence {
     }
 }
 
-/// Scheduler, books and the context's decode, as small as they can be.
+/// A minimal scheduler, KV cache and decode.
 struct Host {
     device: Device,
     overlap: OverlapState,
     draw: SplitMix64,
-    /// Of the last step that was launched ahead, those that neither landed nor were lost.
+    /// The rows of the last early step that were neither matched nor dropped.
     in_flight_rows: Vec<NextRow>,
     free: BTreeSet<u32>,
     n_cells: usize,
@@ -164,56 +164,59 @@ impl Host {
         }
     }
 
-    /// Free cells, those of rows under way included: what the scheduler sees.
+    /// Returns the number of free cells that the scheduler sees, which includes those of rows in flight.
     fn n_free(&self) -> usize {
         self.free.len() + self.in_flight_rows.len()
     }
 
-    fn take_cell(&mut self) -> u32 {
-        // Any of them, the one just freed as likely as others.
+    fn allocate_cell(&mut self) -> u32 {
+        // Any free cell; one that was just freed is as likely as others.
         let at = self.draw.below(self.free.len());
         let cell = *self.free.iter().nth(at).expect("the scheduler counted");
         self.free.remove(&cell);
         cell
     }
 
-    /// The sequence's row under way is lost.
-    fn forget(&mut self, sequence: i64) {
+    /// Drops the sequence's row in flight.
+    fn invalidate(&mut self, sequence: i64) {
         self.overlap.invalidate_sequence(sequence);
         self.free
             .extend(self.in_flight_rows.extract_if(.., |row| row.sequence == sequence).map(|row| row.cell));
     }
 
-    /// The sequence leaves its slot; its cells are free at once, whatever the device still does with them.
+    /// Releases the sequence's slot. Its cells are free at once, even if the device still uses them.
     fn release(&mut self, sequence: &mut Sequence) {
-        self.forget(sequence.id);
+        self.invalidate(sequence.id);
         self.free.extend(sequence.cells.drain(..));
     }
 
     fn admit(&mut self) {
         while self.running.len() < N_SLOTS {
             let n_needed = self.waiting.front().map_or(usize::MAX, |sequence| sequence.tokens.len() - 1);
-            // A cell for the next token of everybody must be left, the new one included.
+            // A cell for the next token of every sequence must be left, including the new one.
             if n_needed.saturating_add(self.running.len() + 1) > self.n_free() {
                 return;
             }
-            let mut sequence = self.waiting.pop_front().expect("it was looked at");
+            let mut sequence = self.waiting.pop_front().expect("it is the first");
             while self.free.len() < n_needed {
-                // Rows under way give up their cells before somebody goes without.
-                self.forget(self.in_flight_rows.first().expect("the cells are free or under way").sequence);
+                // Rows in flight lose their cells before a sequence has to wait.
+                self.invalidate(
+                    self.in_flight_rows.first().expect("the cells are free or in flight").sequence,
+                );
             }
             sequence.id = self.n_ids;
             self.n_ids += 1;
-            let taken = |slot: usize| self.running.iter().any(|running| running.slot == slot);
-            sequence.slot = (0..N_SLOTS).find(|&slot| !taken(slot)).expect("fewer run than there are slots");
-            sequence.cells = (0..n_needed).map(|_| self.take_cell()).collect();
+            let is_used = |slot: usize| self.running.iter().any(|running| running.slot == slot);
+            sequence.slot = (0..N_SLOTS).find(|&slot| !is_used(slot)).expect("a slot is free");
+            sequence.cells = (0..n_needed).map(|_| self.allocate_cell()).collect();
             let (cells, tokens) = (sequence.cells.clone(), sequence.tokens[..n_needed].to_vec());
-            self.device.ask(Work::Prompt { cells, tokens }, &mut self.draw);
+            self.device.submit(Work::Prompt { cells, tokens }, &mut self.draw);
             self.running.push(sequence);
         }
     }
 
-    /// Gives way until everybody who runs has a cell; then some sit the step out.
+    /// Preempts sequences until every running one has a cell, and sometimes one more. Returns the batch, which may skip
+    /// some.
     fn plan(&mut self) -> Vec<usize> {
         while self.running.len() > self.n_free() || (self.running.len() > 1 && self.draw.below(12) == 0) {
             let victim = self.draw.below(self.running.len());
@@ -247,10 +250,10 @@ impl Host {
             let cell = match found {
                 Some(found) => found.cell,
                 None => {
-                    let cell = self.take_cell();
+                    let cell = self.allocate_cell();
                     let Sequence { slot, cells, tokens, .. } = &self.running[i];
                     let (slot, cells, token) = (*slot, cells.clone(), tokens[tokens.len() - 1]);
-                    self.device.ask(Work::Slot { slot, cells, token }, &mut self.draw);
+                    self.device.submit(Work::Slot { slot, cells, token }, &mut self.draw);
                     fresh.push((slot, cell));
                     cell
                 }
@@ -261,18 +264,18 @@ impl Host {
         // One row in eight needs the host before its next token.
         let next: Vec<usize> = batch.iter().copied().filter(|_| self.draw.below(8) > 0).collect();
         if self.overlap.may_launch(next.len()) && next.len() <= self.free.len() {
-            let ahead: Vec<NextRow> = next
+            let early: Vec<NextRow> = next
                 .iter()
                 .map(|&i| {
                     let (sequence, position) = (self.running[i].id, self.running[i].tokens.len() as u32);
-                    NextRow { sequence, position, cell: self.take_cell() }
+                    NextRow { sequence, position, cell: self.allocate_cell() }
                 })
                 .collect();
-            let steps = next.iter().zip(&ahead).map(|(&i, row)| (self.running[i].slot, row.cell)).collect();
+            let steps = next.iter().zip(&early).map(|(&i, row)| (self.running[i].slot, row.cell)).collect();
             let event = self.device.step(steps, &mut self.draw);
-            self.n_launched += ahead.len();
-            self.in_flight_rows.clone_from(&ahead);
-            self.overlap.launched(event, ahead);
+            self.n_launched += early.len();
+            self.in_flight_rows.clone_from(&early);
+            self.overlap.launched(event, early);
         }
         let results = in_flight.event.map(|event| self.device.collect(event)).unwrap_or_default();
         let mut fresh = fresh_event.map(|event| self.device.collect(event)).unwrap_or_default().into_iter();
@@ -290,7 +293,7 @@ impl Host {
 
     fn step(&mut self) {
         let batch = self.plan();
-        assert!(!batch.is_empty(), "{} wait and nobody runs", self.waiting.len());
+        assert!(!batch.is_empty(), "{} wait and none runs", self.waiting.len());
         let tokens = self.decode(&batch);
         for (&i, token) in batch.iter().zip(tokens) {
             self.running[i].tokens.push(token);
@@ -305,11 +308,11 @@ impl Host {
         self.check();
     }
 
-    /// Each cell is free, under way or one sequence's.
+    /// Asserts that each cell is free, in flight or used by one sequence.
     fn check(&self) {
-        let held = self.running.iter().flat_map(|sequence| sequence.cells.iter().copied());
+        let used = self.running.iter().flat_map(|sequence| sequence.cells.iter().copied());
         let in_flight_rows = self.in_flight_rows.iter().map(|row| row.cell);
-        let all: Vec<u32> = self.free.iter().copied().chain(in_flight_rows).chain(held).collect();
+        let all: Vec<u32> = self.free.iter().copied().chain(in_flight_rows).chain(used).collect();
         let different: BTreeSet<u32> = all.iter().copied().collect();
         assert_eq!((all.len(), different.len()), (self.n_cells, self.n_cells));
     }
@@ -318,7 +321,7 @@ impl Host {
         while !(self.running.is_empty() && self.waiting.is_empty()) {
             self.step();
         }
-        assert_eq!(self.free.len(), self.n_cells, "rows are under way for nobody");
+        assert_eq!(self.free.len(), self.n_cells, "no row is in flight at the end");
         self
     }
 }
@@ -331,36 +334,36 @@ fn assert_as_alone(sequence: &Sequence) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
-    fn tokens_are_those_of_each_sequence_alone(seed in any::<u64>(), n_cells in 20_usize..60) {
+    fn sequences_get_the_same_tokens_as_alone(seed in any::<u64>(), n_cells in 20_usize..60) {
         let host = Host::new(seed, true, n_cells).run();
         prop_assert_eq!(host.done.len(), 12);
     }
 
     #[test]
-    fn switched_off_nothing_is_launched_ahead(seed in any::<u64>(), n_cells in 20_usize..60) {
+    fn without_overlap_nothing_is_launched_early(seed in any::<u64>(), n_cells in 20_usize..60) {
         let host = Host::new(seed, false, n_cells).run();
         prop_assert_eq!((host.done.len(), host.n_launched, host.n_matched), (12, 0, 0));
     }
 }
 
-/// Without this the simulation could pass on a machine that never goes ahead.
+/// Without this test, the simulation could pass with code that never launches early.
 #[test]
-fn most_rows_are_launched_ahead_and_land() {
-    let (mut launched, mut landed, mut tokens) = (0, 0, 0);
+fn most_rows_are_launched_early_and_matched() {
+    let (mut launched, mut matched, mut tokens) = (0, 0, 0);
     for seed in 0..20 {
         let host = Host::new(seed, true, 60).run();
         launched += host.n_launched;
-        landed += host.n_matched;
+        matched += host.n_matched;
         tokens += host.done.iter().map(|s| s.tokens.len() - s.n_prompt).sum::<usize>();
     }
     assert!(
-        landed < launched && landed * 2 > tokens,
-        "{launched} launched, {landed} landed, {tokens} tokens"
+        matched < launched && matched * 2 > tokens,
+        "{launched} launched, {matched} matched, {tokens} tokens"
     );
 }
 
 #[test]
-fn a_row_with_another_token_or_of_a_changed_sequence_does_not_land() {
+fn a_row_with_another_token_or_of_a_changed_sequence_is_not_matched() {
     let row = |sequence, token| Row { sequence, position: 5, token };
     let mut state = OverlapState::new(true);
     let of = |sequence, cell| NextRow { sequence, position: 5, cell };
@@ -369,7 +372,7 @@ fn a_row_with_another_token_or_of_a_changed_sequence_does_not_land() {
         state.set_token(sequence, 100);
     }
     state.invalidate_sequence(3);
-    // 2 is decoded with another token than it got; 3 was changed; 4 got none: it was at fault.
+    // 2 is decoded with another token than it got, 3 was changed, and 4 got no token because of a fault.
     let in_flight = state.match_batch(&[row(4, 0), row(3, 100), row(2, 99), row(1, 100)]);
     assert_eq!(in_flight.rows, [None, None, None, Some(InFlightRow { index: 0, cell: 10 })]);
     assert_eq!(in_flight.event, Some(7));

@@ -1,5 +1,5 @@
-//! What the probe answers, on a machine without a driver and with drivers made for the test: each a shared object
-//! of a few lines of C.
+//! The probe's results on a machine without a driver, and with fake drivers: each is a shared object of a few lines of
+//! C.
 
 use crate::c_library::build;
 use crate::folder::Folder;
@@ -7,7 +7,7 @@ use llaisys_core::cuda::driver::library::{CudaUnavailable, DRIVER_VERSION_MIN};
 use llaisys_core::cuda::driver::probe::Cuda;
 use std::path::PathBuf;
 
-/// A driver with `n` GPUs of compute capability 9.0; each behaviour can be replaced by a macro.
+/// A driver with `N_DEVICES` GPUs of compute capability 9.0. Macros change its behavior.
 const DRIVER: &str = r#"
 #include <stddef.h>
 #include <string.h>
@@ -43,7 +43,7 @@ int cuGetErrorName(int status, const char **name) {
 #endif
 "#;
 
-/// An NVRTC that can be loaded and asked.
+/// An NVRTC that can be loaded and queried.
 const NVRTC: &str = r"
 int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
 int nvrtcGetNumSupportedArchs(int *n) { *n = 4; return 0; }
@@ -58,7 +58,7 @@ int nvrtcGetProgramLog(void) { return 1; }
 const char *nvrtcGetErrorString(int status) { return 0; }
 ";
 
-/// What a driver with `defines` leads to when the loader finds no other library.
+/// Returns the error for a driver with `defines` if the loader finds no other library.
 fn with_driver(defines: &[&str]) -> CudaUnavailable {
     let folder = Folder::new();
     let driver = build(folder.path(), "libcuda-test.so.1", DRIVER, defines);
@@ -66,14 +66,14 @@ fn with_driver(defines: &[&str]) -> CudaUnavailable {
 }
 
 #[test]
-fn no_driver_is_an_answer() {
-    let error = Cuda::find("libcuda-of-nobody.so.1", &[]).unwrap_err();
+fn a_missing_driver_is_an_error() {
+    let error = Cuda::find("libcuda-missing.so.1", &[]).unwrap_err();
     assert!(matches!(error, CudaUnavailable::NoDriver { .. }), "{error:?}");
-    assert!(error.to_string().contains("libcuda-of-nobody.so.1"), "{error}");
+    assert!(error.to_string().contains("libcuda-missing.so.1"), "{error}");
 }
 
 #[test]
-fn a_file_that_is_no_library_is_an_answer() {
+fn a_file_that_is_not_a_library_is_an_error() {
     let folder = Folder::new();
     let path = folder.path().join("libcuda.so.1");
     std::fs::write(&path, b"not an object").unwrap();
@@ -90,20 +90,20 @@ fn an_old_driver_is_refused_with_both_versions() {
 }
 
 #[test]
-fn a_driver_without_a_gpu_says_so() {
+fn a_driver_without_a_gpu_is_an_error() {
     let none = CudaUnavailable::NoDevice { driver_version: 13_010 };
     assert_eq!(with_driver(&["VERSION=13010", "N_DEVICES=0"]), none);
-    assert_eq!(with_driver(&["VERSION=13010", "INIT=100"]), none, "cuInit may say it as well");
+    assert_eq!(with_driver(&["VERSION=13010", "INIT=100"]), none, "cuInit may report it as well");
 }
 
 #[test]
-fn what_the_driver_refuses_has_its_name() {
+fn a_failed_driver_call_is_reported_with_its_status() {
     let error = with_driver(&["INIT=803"]);
-    assert!(error.to_string().contains("cuInit says CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)"), "{error}");
+    assert!(error.to_string().contains("cuInit returned CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)"), "{error}");
     let error = with_driver(&["INIT=12345"]);
-    assert!(error.to_string().contains("cuInit says error 12345"), "{error}");
+    assert!(error.to_string().contains("cuInit returned error 12345"), "{error}");
     let error = with_driver(&["INIT=803", "WITHOUT_NAMES"]);
-    assert!(error.to_string().contains("cuInit says error 803"), "{error}");
+    assert!(error.to_string().contains("cuInit returned error 803"), "{error}");
 }
 
 #[test]
@@ -113,14 +113,14 @@ fn a_missing_function_is_named() {
 }
 
 #[test]
-fn an_old_gpu_is_named_with_its_capability() {
+fn an_old_gpu_is_refused_with_its_name_and_capability() {
     let error = with_driver(&["MAJOR=7"]);
     let text = error.to_string();
     assert!(text.contains("Test GPU") && text.contains("7.0") && text.contains("8.0"), "{text}");
 }
 
 #[test]
-fn a_missing_library_names_its_package_and_where_was_looked() {
+fn a_missing_library_is_reported_with_its_package_and_the_searched_folders() {
     let folder = Folder::new();
     let driver = build(folder.path(), "libcuda-test.so.1", DRIVER, &[]);
     build(folder.path(), "libnvrtc.so.13", NVRTC, &[]);
@@ -135,7 +135,7 @@ fn a_missing_library_names_its_package_and_where_was_looked() {
 }
 
 #[test]
-fn a_library_that_is_there_and_broken_is_named() {
+fn a_broken_library_is_an_error() {
     let folder = Folder::new();
     let driver = build(folder.path(), "libcuda-test.so.1", DRIVER, &[]);
     std::fs::write(folder.path().join("libnvrtc.so.13"), b"not an object").unwrap();
@@ -144,7 +144,7 @@ fn a_library_that_is_there_and_broken_is_named() {
 }
 
 #[test]
-fn the_first_folder_that_has_a_library_wins() {
+fn each_library_is_loaded_from_the_first_folder_that_has_it() {
     let (first, second) = (Folder::new(), Folder::new());
     let driver = build(first.path(), "libcuda-test.so.1", DRIVER, &["N_DEVICES=2"]);
     let nvrtc = build(first.path(), "libnvrtc.so.13", NVRTC, &[]);

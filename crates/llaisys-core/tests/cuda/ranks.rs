@@ -1,5 +1,6 @@
-//! A model split over devices, on emulators that are threads and exchange through the host: every rank gives what a whole
-//! model gives, the same bits in every run; and what ranks do when one is lost.
+//! A model that is split over emulators, which are threads and exchange through host memory. Every rank computes the
+//! whole model's results within roundings, with the same bits on all ranks and in every run. Other tests cover lost
+//! ranks.
 
 use crate::common::{Outputs, Rows, Tiny, feed, settings};
 use crate::emulator::Emulator;
@@ -28,8 +29,8 @@ const N_TOKENS: usize = 30;
 /// The rows of each pass: a prompt, decode rows, a chunk in the middle of a context.
 const PASSES: [Range<usize>; 4] = [0..17, 17..18, 18..19, 19..30];
 
-/// Four key-value heads and four times 24 inner columns. The vocabulary does not divide; of four ranks the last has none of
-/// it. Numbers are those of bf16, so that only activations are rounded.
+/// Returns a tiny model with four KV heads and 96 inner columns. The vocabulary is not divisible, and of four ranks the
+/// last has no part of it. Numbers are those of bf16, so that only activations are rounded.
 fn tiny(architecture: &'static str, tied_head: bool) -> Tiny {
     let model = Tiny::sized(architecture, tied_head, |model| {
         (model.d_model, model.d_ff, model.vocab_size) = (72, 96, 75);
@@ -48,14 +49,14 @@ fn decoder(device: &Emulator, folder: &Path, limits: DeviceLimits) -> Result<Dev
     DeviceDecoder::new(device, &checkpoint, limits, &Pool::new(1).unwrap())
 }
 
-/// One pass of the sequence, and its logits.
+/// Runs one pass of the sequence and returns its logits.
 fn pass(
     device: &Emulator,
     decoder: &DeviceDecoder,
     tokens: &[i32],
     range: Range<usize>,
 ) -> Result<Vec<f32>, DeviceError> {
-    // In no order: 7 and the number of cells have no common divisor.
+    // Unordered: 7 and the number of cells have no common divisor.
     let cells: Vec<u32> = (0..N_TOKENS).map(|i| (i * 7 % N_CELLS) as u32).collect();
     let positions: Vec<i32> = range.clone().map(|position| position as i32).collect();
     let row = |position| AttentionRow { start: 0, n_hidden: 0, n_visible: position as u32 + 1 };
@@ -81,7 +82,7 @@ fn all_passes(device: &Emulator, folder: &Path, tokens: &[i32]) -> Vec<f32> {
     PASSES.into_iter().flat_map(|range| pass(device, &decoder, tokens, range).unwrap()).collect()
 }
 
-/// What each rank makes of a device of its own, on a thread of its own.
+/// Runs `job` for each rank, with its own device and thread, and returns the results in the order of the ranks.
 fn on_ranks<T: Send>(world: usize, job: impl Fn(usize, &Emulator) -> T + Sync) -> Vec<T> {
     let job = &job;
     std::thread::scope(|scope| {
@@ -98,7 +99,7 @@ fn on_cpu(folder: &Path, tokens: &[i32], mode: ComputeMode) -> Vec<f32> {
     Rows::default().run(seq, 0, tokens).decode(&mut context).unwrap().logits.unwrap()
 }
 
-/// Relative L2 distance.
+/// Returns the relative L2 distance.
 fn distance(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());
     let error: f64 = got.iter().zip(want).map(|(a, b)| f64::from(a - b).powi(2)).sum();
@@ -109,11 +110,14 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// A whole layer rounds an activation some twelve times on its way (norms and their products with weights, products,
-/// rotation, attention, gate, both sums with the residual stream). Of several ranks, each rounds its part of a branch:
-/// together these errors are as large as the one of the whole branch, as parts are as many times smaller in square; and
-/// the sum is rounded once more. That is two roundings in fourteen: in L2 a distance to f32 that is 1.08 times as long. So
-/// the bound is the whole model's (`parity/decoder.rs`: twice that of the CPU in bf16, which rounds inputs of products only).
+/// Compares a split model with the CPU in f32.
+///
+/// A whole layer rounds an activation about twelve times (norms and their products with weights, products, rotation,
+/// attention, gate, both sums with the residual stream). Each of several ranks rounds its part of a branch. Together
+/// these errors are as large as that of the whole branch, because the squares of the parts are smaller by the number of
+/// ranks. The sum is rounded once more. That is two roundings in fourteen, so the L2 distance to f32 grows by a factor
+/// of 1.08. The bound is therefore that of the whole model (`parity/decoder.rs`: twice the distance of the CPU in
+/// bf16).
 fn assert_ranks_agree(model: &Tiny, stored: Dtype) {
     let folder = model.write_as(stored);
     let tokens = model.tokens(5, N_TOKENS);
@@ -134,28 +138,28 @@ fn assert_ranks_agree(model: &Tiny, stored: Dtype) {
 }
 
 #[test]
-fn llama_with_a_head_of_its_own() {
+fn llama_with_an_untied_head_matches_the_cpu() {
     assert_ranks_agree(&tiny("LlamaForCausalLM", false), Dtype::F32);
 }
 
-/// What is stored in the device's type is copied as it is.
+/// Weights that are stored in the device's type are copied without conversion.
 #[test]
-fn qwen2_with_biases_and_a_tied_head_stored_in_bf16() {
+fn qwen2_with_biases_and_a_tied_head_in_bf16_matches_the_cpu() {
     assert_ranks_agree(&tiny("Qwen2ForCausalLM", true), Dtype::BF16);
 }
 
 #[test]
-fn qwen3_norms_each_head() {
+fn qwen3_with_head_norms_matches_the_cpu() {
     assert_ranks_agree(&tiny("Qwen3ForCausalLM", false), Dtype::BF16);
 }
 
 #[test]
-fn phi3_is_stored_joined() {
+fn phi3_with_joined_matrices_matches_the_cpu() {
     assert_ranks_agree(&tiny("Phi3ForCausalLM", false).joined(), Dtype::F32);
 }
 
 #[test]
-fn each_rank_holds_its_part_and_has_as_many_cells_as_the_fewest() {
+fn each_rank_stores_its_part_and_gets_the_fewest_cells_of_all_ranks() {
     let folder = tiny("LlamaForCausalLM", true).write();
     let n_cells = on_ranks(2, |rank, device| {
         let cells = CellCount::Exactly(N_CELLS + 10 * rank);
@@ -165,7 +169,7 @@ fn each_rank_holds_its_part_and_has_as_many_cells_as_the_fewest() {
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let n_bytes = |rank, world| load::n_bytes(&checkpoint, Shard { rank, world }).unwrap();
     let config = checkpoint.config();
-    // Embeddings are whole on each rank, and so are norms, which begin on borders of 256 bytes.
+    // Each rank has all embeddings and all norms. Norms are aligned to 256 bytes.
     let embeddings = 2 * config.d_model * load::n_head_rows(config.vocab_size, 2) * 2;
     let norms = (2 * config.n_layers + 1) * (config.d_model * 4).next_multiple_of(256);
     let matrices = n_bytes(0, 1) - config.d_model * config.vocab_size * 2 - norms;
@@ -174,9 +178,9 @@ fn each_rank_holds_its_part_and_has_as_many_cells_as_the_fewest() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Each by itself: no rank waits for another.
+/// Each rank refuses the model by itself and waits for no other rank.
 #[test]
-fn what_cannot_be_split_is_refused_by_name() {
+fn models_that_cannot_be_split_are_refused_by_name() {
     let folder = tiny("LlamaForCausalLM", true).write();
     for refused in on_ranks(3, |_, device| decoder(device, &folder, limits()).unwrap_err().to_string()) {
         assert!(refused.contains("over 3 ranks") && refused.contains("key-value heads"), "{refused}");
@@ -184,9 +188,9 @@ fn what_cannot_be_split_is_refused_by_name() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// One gives up after the first pass; the others are in the second, or come to it.
+/// One rank aborts after the first pass, while the other is in the second pass or before it.
 #[test]
-fn a_rank_that_gives_up_ends_the_others_with_an_error() {
+fn an_abort_of_one_rank_is_an_error_on_the_others() {
     let model = tiny("LlamaForCausalLM", true);
     let (folder, tokens) = (model.write(), model.tokens(5, N_TOKENS));
     let results = on_ranks(2, |rank, device| {
@@ -203,15 +207,14 @@ fn a_rank_that_gives_up_ends_the_others_with_an_error() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// As launches are: a graph of a step has its exchanges in it.
 #[test]
-fn exchanges_are_captured_with_what_is_around_them() {
+fn exchanges_are_captured_in_a_graph() {
     let sums = on_ranks(2, |rank, device| {
         let at = device.elements("a number", Element::F32, &[1.0 + rank as f32]);
         device.begin_capture().unwrap();
         device.exchange(&Exchange::AllReduceSum { at, n: 1, element: Element::F32 }).unwrap();
         let graph = device.end_capture().unwrap();
-        assert_eq!(device.read(Element::F32, at, 1), [1.0 + rank as f32], "noted, not done");
+        assert_eq!(device.read(Element::F32, at, 1), [1.0 + rank as f32], "recorded, not run");
         device.replay(graph).unwrap();
         device.replay(graph).unwrap();
         device.read(Element::F32, at, 1)
@@ -221,18 +224,21 @@ fn exchanges_are_captured_with_what_is_around_them() {
     let at = alone.elements("a number", Element::F32, &[1.0]);
     let error = alone.exchange(&Exchange::Broadcast { at, n: 1, element: Element::F32, root: 0 });
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("broadcast of 1 x F32 from 0") && error.contains("joined no others"), "{error}");
+    assert!(
+        error.contains("broadcast of 1 x F32 from 0") && error.contains("joined no other ranks"),
+        "{error}"
+    );
 }
 
 #[test]
-fn columns_are_joined_without_their_padding() {
+fn columns_are_joined_without_padding() {
     let device = Emulator::new();
     for (n_parts, n_rows, width, n_columns) in
         [(2, 1, 16, 17), (4, 3, 160, 601), (3, 5, 32, 96), (4, 2, 16, 30)]
     {
         let numbers: Vec<f32> = (0..n_parts * n_rows * width).map(|i| i as f32).collect();
         let parts = device.elements("parts", Element::F32, &numbers);
-        let out = device.room("the whole", Element::F32, n_rows * n_columns);
+        let out = device.unwritten("the whole", Element::F32, n_rows * n_columns);
         JoinColumns { parts, out, n_rows, width, n_columns }.launch(&device).unwrap();
         let at =
             |row: usize, column: usize| ((column / width * n_rows + row) * width + column % width) as f32;
@@ -242,7 +248,7 @@ fn columns_are_joined_without_their_padding() {
     }
 }
 
-/// A context over emulators, of which the last has the fuse. Rank `absent` cannot open its own.
+/// Opens a context on emulators, the last of which has the fuse. Rank `absent` cannot open its device.
 fn context(model: &Tiny, n_ranks: usize, fuse: &Fuse, absent: Option<usize>) -> Result<Context, Error> {
     let folder = model.write();
     let ends: Vec<_> = LocalRank::group(n_ranks).into_iter().map(|end| Mutex::new(Some(end))).collect();
@@ -267,10 +273,10 @@ fn context(model: &Tiny, n_ranks: usize, fuse: &Fuse, absent: Option<usize>) -> 
     made
 }
 
-/// Chunks, two sequences with a prefix in common, cells that are copied to another arena, exported and imported: the bits
-/// of a context that only computes.
+/// Chunks, two sequences with a common prefix, cells that are copied to another stream, exported and imported: all give
+/// the bits of a context that only computes.
 #[test]
-fn a_context_over_several_devices_does_what_one_does() {
+fn shared_copied_and_imported_prefixes_give_the_same_bits_on_several_ranks() {
     let model = tiny("Qwen2ForCausalLM", true);
     let (folder, tokens) = (model.write(), model.tokens(5, N_TOKENS));
     let exact = on_cpu(&folder, &tokens, ComputeMode::Float32);
@@ -279,7 +285,7 @@ fn a_context_over_several_devices_does_what_one_does() {
     for n_ranks in [2, 4] {
         let mut context = context(&model, n_ranks, &Fuse::new(), None).unwrap();
         let [seq, copy, imported] = [0, 1, 0].map(|stream| context.seq_acquire(stream).unwrap());
-        let go_on = |context: &mut Context, seq, outputs: &mut Outputs| {
+        let decode_rest = |context: &mut Context, seq, outputs: &mut Outputs| {
             outputs.push(&Rows::default().run(seq, 20, &tokens[20..]).decode(context).unwrap());
         };
         let mut outputs = feed(&mut context, seq, &tokens[..20], 11);
@@ -290,9 +296,9 @@ fn a_context_over_several_devices_does_what_one_does() {
         context.kv_node_import(7, 0, 0, &data).unwrap();
         context.kv_node_attach(7, imported, 0, 20).unwrap();
         let [mut of_copy, mut of_imported] = [outputs.clone(), outputs.clone()];
-        go_on(&mut context, seq, &mut outputs);
-        go_on(&mut context, copy, &mut of_copy);
-        go_on(&mut context, imported, &mut of_imported);
+        decode_rest(&mut context, seq, &mut outputs);
+        decode_rest(&mut context, copy, &mut of_copy);
+        decode_rest(&mut context, imported, &mut of_imported);
         assert!(of_copy == outputs && of_imported == outputs, "{n_ranks} ranks");
         assert_eq!(outputs.hidden.len(), N_TOKENS * model.d_model);
         let logits: Vec<f32> = outputs.logits.iter().map(|&bits| f32::from_bits(bits)).collect();
@@ -302,9 +308,9 @@ fn a_context_over_several_devices_does_what_one_does() {
     }
 }
 
-/// No rank waits for one that is not there, or gone; what is said is what happened to that one.
+/// No rank waits for a rank that is absent or lost. The context returns that rank's error.
 #[test]
-fn an_error_of_one_rank_is_the_context_s() {
+fn an_error_of_one_rank_is_the_error_of_the_context() {
     let model = tiny("LlamaForCausalLM", true);
     for absent in [0, 1, 2] {
         let Err(error) = context(&model, 4, &Fuse::new(), Some(absent)) else {
@@ -319,14 +325,14 @@ fn an_error_of_one_rank_is_the_context_s() {
     fuse.fail(7);
     let error = rows.decode(&mut context).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("(701)"), "{error}");
-    // The group has ended: the context is to be made anew.
+    // The group has ended, so the context must be created again.
     let error = rows.decode(&mut context).map(|_| ()).unwrap_err();
     assert!(matches!(error, Error::Device(DeviceError::RankLost { .. })), "{error}");
     assert!(!context.is_broken());
 }
 
 #[test]
-fn one_device_takes_no_part_of_a_model() {
+fn several_ranks_on_one_device_are_refused() {
     let folder = tiny("LlamaForCausalLM", true).write();
     let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, graphs: true, overlap: true };
     let config = ContextConfig { mode: ComputeMode::Auto, n_ranks: 2, ..settings() };

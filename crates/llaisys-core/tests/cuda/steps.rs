@@ -1,5 +1,5 @@
-//! Decode steps whose state lives on the device, on the emulator: the bits of the eager pass, the tokens of the host's
-//! sampler, the same tokens with a step ahead as without, and what is asked of the device on the way.
+//! Decode steps whose state is on the device, on the emulator. They have the bits of the eager pass and the tokens of
+//! the host's sampler, with and without overlap. Other tests check the calls of the device.
 
 use crate::common::Tiny;
 use crate::steps_rig::{Call, MAX_LEN, Refuses, Rig, Seq, slot_of};
@@ -14,7 +14,7 @@ const OFF: StepSettings = StepSettings { overlap: false, graphs: true };
 const ON: StepSettings = StepSettings { overlap: true, graphs: true };
 const EAGER: StepSettings = StepSettings { overlap: false, graphs: false };
 
-/// A folder that goes away with the test.
+/// A folder that is removed on drop.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -23,7 +23,7 @@ impl Drop for Folder {
     }
 }
 
-/// A tiny model with heads of 64, of numbers that bf16 has.
+/// Returns a tiny model with heads of 64, whose numbers are exact in bf16.
 fn tiny(architecture: &'static str, more_keys: &str) -> Tiny {
     let mut model = Tiny::sized(architecture, false, |model| {
         (model.d_model, model.d_ff, model.vocab_size) = (72, 104, VOCAB);
@@ -44,7 +44,7 @@ fn llama() -> Folder {
     model("LlamaForCausalLM", "")
 }
 
-/// The second of two layers sees 10 positions.
+/// A model whose second layer has a window of 10 positions.
 fn half_windowed() -> Folder {
     let keys = r#", "use_sliding_window": true, "max_window_layers": 1, "sliding_window": 10"#;
     model("Qwen2ForCausalLM", keys)
@@ -62,10 +62,10 @@ fn step(rig: &mut Rig, seqs: &mut [Seq]) -> Vec<Outcome> {
     rig.step(&mut seqs.iter_mut().collect::<Vec<_>>())
 }
 
-/// The first step of a bucket is launched kernel by kernel, the second captured and replayed, the others replayed; the
-/// rig holds each to the eager pass.
+/// The first step of a bucket runs kernel by kernel, the second is captured and replayed, and the others are replayed.
+/// The rig compares each with the eager pass.
 #[test]
-fn steps_of_every_bucket_have_the_eager_pass_bits() {
+fn steps_of_every_bucket_have_the_bits_of_the_eager_pass() {
     for folder in [llama(), half_windowed()] {
         let mut rig = Rig::new(&folder.0, OFF);
         let draw = &mut SplitMix64::new(1);
@@ -103,12 +103,13 @@ fn specs() -> Vec<SamplerSpec> {
     ]
 }
 
-/// All parameters, over many steps, each from the tokens of the steps before: the rig holds each step to the host's
-/// sampler on the eager pass's logits. The same tokens come launch by launch, and with a step ahead.
+/// All sampling parameters over many steps, each of which depends on the tokens of the previous steps. The rig compares
+/// each step with the host's sampler on the logits of the eager pass. Steps without graphs and with overlap give the
+/// same tokens.
 #[test]
-fn every_parameter_gives_the_hosts_tokens_with_and_without_a_step_ahead() {
+fn every_sampling_parameter_gives_the_hosts_tokens_with_and_without_overlap() {
     let folder = half_windowed();
-    let answers = |settings| {
+    let completions = |settings| {
         let mut rig = Rig::new(&folder.0, settings);
         let draw = &mut SplitMix64::new(5);
         let mut seqs: Vec<Seq> = specs()
@@ -122,43 +123,43 @@ fn every_parameter_gives_the_hosts_tokens_with_and_without_a_step_ahead() {
         let outcomes: Vec<Vec<Outcome>> = (0..16).map(|_| step(&mut rig, &mut seqs)).collect();
         (seqs.iter().map(|seq| seq.tokens.clone()).collect::<Vec<_>>(), outcomes)
     };
-    let off = answers(OFF);
+    let off = completions(OFF);
     assert!(
         off.1
             .iter()
             .all(|step| matches!(&step[5], Outcome::Token { logprobs: Some(l), .. } if l.top.len() == 3))
     );
-    assert_eq!(answers(EAGER), off);
-    assert_eq!(answers(ON), off);
+    assert_eq!(completions(EAGER), off);
+    assert_eq!(completions(ON), off);
 }
 
-/// What a run of a small scheduler gave, by request.
-type Answers = Vec<Vec<i32>>;
+/// The completions of a run, by request.
+type Completions = Vec<Vec<i32>>;
 
-/// Requests come and go, share prefixes, give way and come back, sit a step out, are masked for a while; all of it
-/// drawn from `seed`, whatever the tokens are.
-fn life(folder: &Folder, settings: StepSettings, seed: u64) -> Answers {
+/// Runs a small scheduler and returns the completions. Requests start and end, share prefixes, are preempted and
+/// resumed, skip steps, and have masks. The `seed` determines all of it, independently of the tokens.
+fn run_scheduler(folder: &Folder, settings: StepSettings, seed: u64) -> Completions {
     let mut rig = Rig::new(&folder.0, settings);
-    // The host's sampler is compared elsewhere.
+    // Another test compares the host's sampler.
     rig.checked = false;
     let (draw, specs) = (&mut SplitMix64::new(seed), specs());
     let prefix = tokens(draw, 9);
     let mut running: Vec<(usize, Seq)> = Vec::new();
-    let mut answers: Answers = Vec::new();
+    let mut completions: Completions = Vec::new();
     for _ in 0..30 {
         if running.len() < 5 && draw.below(3) > 0 {
             let n_own = 1 + draw.below(6);
             let prompt = [prefix.clone(), tokens(draw, n_own)].concat();
             let shared = running.first().map(|(_, seq)| (seq.id, draw.below(prefix.len() + 1)));
             let spec = SamplerSpec { seed: draw.bits(), ..specs[draw.below(specs.len())].clone() };
-            running.push((answers.len(), rig.add(&prompt, prompt.len(), &spec, shared)));
-            answers.push(Vec::new());
+            running.push((completions.len(), rig.add(&prompt, prompt.len(), &spec, shared)));
+            completions.push(Vec::new());
         }
         if running.len() > 1 && draw.below(4) == 0 {
             let (index, seq) = running.swap_remove(draw.below(running.len()));
             rig.remove(&seq);
             if draw.below(2) == 0 {
-                // Preempted: it comes back with what it has.
+                // Preempted: it is resumed with its tokens.
                 running.push((index, rig.add(&seq.tokens, seq.n_prompt, &seq.spec, None)));
             }
         }
@@ -166,34 +167,34 @@ fn life(folder: &Folder, settings: StepSettings, seed: u64) -> Answers {
             let allowed = |bits: u64| Some(vec![bits as u32 | 1, (bits >> 32) as u32, 0]);
             seq.mask = if draw.below(3) == 0 { allowed(draw.bits()) } else { None };
         }
-        let sits_out = draw.below(6);
-        let rows = running.iter_mut().enumerate().filter(|(i, _)| *i != sits_out);
+        let skipped = draw.below(6);
+        let rows = running.iter_mut().enumerate().filter(|(i, _)| *i != skipped);
         let mut rows: Vec<&mut Seq> = rows.map(|(_, (_, seq))| seq).collect();
         if rows.is_empty() {
             continue;
         }
         rig.step(&mut rows);
-        running.iter().for_each(|(index, seq)| answers[*index] = seq.answer().to_vec());
+        running.iter().for_each(|(index, seq)| completions[*index] = seq.completion().to_vec());
         running.retain(|(_, seq)| seq.tokens.len() < MAX_LEN - 1);
     }
-    answers
+    completions
 }
 
 #[test]
-fn whoever_joins_leaves_or_gives_way_tokens_are_those_without_a_step_ahead() {
+fn tokens_are_equal_with_and_without_overlap_while_sequences_join_end_and_are_preempted() {
     let folder = llama();
     for seed in 0..2 {
-        let off = life(&folder, OFF, seed);
-        let on = life(&folder, ON, seed);
+        let off = run_scheduler(&folder, OFF, seed);
+        let on = run_scheduler(&folder, ON, seed);
         assert_eq!(on, off, "seed {seed}");
-        assert!(off.iter().filter(|answer| answer.len() > 4).count() > 3, "{off:?}");
+        assert!(off.iter().filter(|completion| completion.len() > 4).count() > 3, "{off:?}");
     }
 }
 
-/// A decode that goes on: the plan is all that is uploaded, the graph all that is launched, and the step ahead is
-/// launched before anybody waits.
+/// A repeated decode uploads only the plan and launches only the graph. With overlap the next step is launched before
+/// the host waits.
 #[test]
-fn a_steady_step_is_one_small_upload_and_one_replay() {
+fn a_repeated_step_is_one_small_upload_and_one_replay() {
     let folder = llama();
     for (settings, want) in [
         (OFF, [Call::Upload(8 * 4), Call::Replay, Call::ReadBack, Call::Collect]),
@@ -210,7 +211,7 @@ fn a_steady_step_is_one_small_upload_and_one_replay() {
             step(&mut rig, &mut seqs);
             assert_eq!(rig.device.take_calls(), want, "{settings:?}");
         }
-        // A mask is 12 bytes here; its row is not launched ahead, so it is a step of its own.
+        // A mask is 12 bytes here. Its row is not launched early, so it is a separate step.
         seqs[1].mask = Some(vec![u32::MAX, 1, 0]);
         step(&mut rig, &mut seqs);
         rig.device.take_calls();
@@ -221,8 +222,8 @@ fn a_steady_step_is_one_small_upload_and_one_replay() {
 }
 
 #[test]
-fn a_row_at_fault_ends_and_the_others_go_on() {
-    // Rows with the last token are not finite; nobody is given it.
+fn a_fault_of_one_row_does_not_affect_the_others() {
+    // The embedding of the last token is not finite, and bad_words forbids the token.
     let mut model = tiny("LlamaForCausalLM", "");
     let (_, embed) = model.tensors.get_mut("model.embed_tokens.weight").expect("each model has it");
     embed[(VOCAB - 1) * 72..].fill(f32::NAN);
@@ -241,7 +242,7 @@ fn a_row_at_fault_ends_and_the_others_go_on() {
                 rows.extend([&mut bad, &mut masked]);
             }
             if with_faults && i == 2 {
-                // A token that the device did not give.
+                // A token that the device did not sample.
                 *rows[2].tokens.last_mut().expect("it has a prompt") = VOCAB as i32 - 1;
                 rows[3].mask = Some(vec![0; 3]);
             }
@@ -264,12 +265,12 @@ fn a_row_at_fault_ends_and_the_others_go_on() {
     assert_eq!(run(ON, true), want);
 }
 
-/// Wherever a call of the device fails, the decode changes nothing, and the next one gives what it would have given.
+/// At each failing call, the decode changes nothing, and the next decode gives the same tokens as without the failure.
 #[test]
-fn a_step_that_fails_anywhere_leaves_nothing_wrong() {
+fn a_step_can_be_repeated_after_any_failed_call() {
     let folder = llama();
     for settings in [OFF, ON] {
-        let answers = |fails_in: Option<usize>| {
+        let tokens_with = |fails_in: Option<usize>| {
             let mut rig = Rig::new(&folder.0, settings);
             rig.checked = false;
             let mut seqs: Vec<Seq> = (0..2).map(|i| rig.add(&[i, 30, 2], 3, &specs()[3], None)).collect();
@@ -289,9 +290,9 @@ fn a_step_that_fails_anywhere_leaves_nothing_wrong() {
             }
             seqs.into_iter().map(|seq| seq.tokens).collect::<Vec<_>>()
         };
-        let want = answers(None);
+        let want = tokens_with(None);
         for call in 0..4 {
-            assert_eq!(answers(Some(call)), want, "{settings:?}, call {call}");
+            assert_eq!(tokens_with(Some(call)), want, "{settings:?}, call {call}");
         }
     }
 }
@@ -307,8 +308,8 @@ fn a_bucket_whose_capture_fails_is_launched_kernel_by_kernel() {
             step(&mut rig, &mut seqs);
         }
         let refusal = rig.steps.take_graph_refusal();
-        assert_eq!(rig.steps.take_graph_refusal(), None, "told once");
-        // Only this bucket.
+        assert_eq!(rig.steps.take_graph_refusal(), None, "reported once");
+        // Other buckets are captured.
         rig.device.refuses.set(Refuses::Nothing);
         for _ in 0..2 {
             rig.step(&mut [&mut seqs[0]]);
@@ -325,9 +326,8 @@ fn a_bucket_whose_capture_fails_is_launched_kernel_by_kernel() {
     }
 }
 
-/// A slot whose sequence trimmed its oldest cells goes on at its positions.
 #[test]
-fn positions_go_on_where_the_oldest_cells_are_gone() {
+fn positions_continue_after_the_oldest_cells_were_removed() {
     let folder = model("MistralForCausalLM", r#", "sliding_window": 10"#);
     let run = |trims: bool, settings| {
         let mut rig = Rig::new(&folder.0, settings);
@@ -337,7 +337,7 @@ fn positions_go_on_where_the_oldest_cells_are_gone() {
         for i in 0..10 {
             if trims && i % 4 == 0 {
                 rig.steps.invalidate_sequence(slot_of(seq.id));
-                rig.kv.seq_rm(seq.id, 0, seq.tokens.len() as i32 - 11).expect("it is lent");
+                rig.kv.seq_rm(seq.id, 0, seq.tokens.len() as i32 - 11).expect("the id is acquired");
             }
             rig.step(&mut [&mut seq]);
         }

@@ -1,7 +1,7 @@
-//! The device of a GPU on a driver, an NVRTC and a cublasLt that are made for the test (`fake`) and run what they are
-//! given, late: what reaches them, in which order, and what becomes of their errors.
+//! The GPU's device on a fake driver, NVRTC, cublasLt and NCCL (`fake`), which run the work as late as possible. The
+//! tests check the calls, their order, and how errors are reported.
 #![cfg(feature = "cuda")]
-#![allow(unsafe_code, reason = "loads the fakes and asks them")]
+#![allow(unsafe_code, reason = "calls the fakes' functions and launches kernels")]
 
 #[path = "../common/folder.rs"]
 mod folder;
@@ -18,7 +18,7 @@ use llaisys_core::error::DeviceError;
 use std::ffi::{c_int, c_ulonglong};
 use std::process::Command;
 
-/// The fakes, and what can be asked of them.
+/// The fakes and their test functions.
 struct Fake {
     folder: Folder,
     driver: Library,
@@ -30,12 +30,12 @@ impl Fake {
         let folder = Folder::new();
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cuda_driver/fake/build.sh");
         assert!(Command::new(script).arg(folder.path()).status().unwrap().success());
-        // SAFETY: loading them runs no more than the constructors of their tables.
+        // SAFETY: loading them runs only the constructors of their tables.
         let open = |name| unsafe { Library::new(folder.path().join(name)) }.unwrap();
         Self { driver: open("libcuda.so.1"), blas: open("libcublasLt.so.13"), folder }
     }
 
-    /// Opens the GPU, as the probe finds it.
+    /// Opens the GPU that the probe finds.
     fn open(&self) -> Result<Nvidia, DeviceError> {
         let driver = self.folder.path().join("libcuda.so.1");
         let cuda = Cuda::find(driver.to_str().unwrap(), &[self.folder.path().to_owned()]).unwrap();
@@ -43,10 +43,10 @@ impl Fake {
         Nvidia::open(cuda, &NvidiaSettings { ordinal: 0, cubin_folder, n_threads: 2, synchronous: false })
     }
 
-    /// Contexts and allocations that were not given back.
-    fn n_held(&self) -> c_ulonglong {
+    /// Returns the number of contexts and allocations that were not freed.
+    fn n_not_freed(&self) -> c_ulonglong {
         // SAFETY: the signature is the fake's.
-        unsafe { self.driver.get::<unsafe extern "C" fn() -> c_ulonglong>(b"fake_held").unwrap()() }
+        unsafe { self.driver.get::<unsafe extern "C" fn() -> c_ulonglong>(b"fake_not_freed").unwrap()() }
     }
 
     fn fail_next_launch(&self, status: c_int) {
@@ -56,7 +56,7 @@ impl Fake {
         }
     }
 
-    /// Nothing that is waited for is ever done.
+    /// Makes the driver never complete any work.
     fn get_stuck(&self) {
         // SAFETY: the signature is the fake's.
         unsafe { self.driver.get::<unsafe extern "C" fn()>(b"fake_get_stuck").unwrap()() };
@@ -68,31 +68,31 @@ impl Fake {
     }
 }
 
-/// One test: the driver is the process's, and at the end it is lost.
+/// One test, because the process has one driver, which is lost at the end.
 #[test]
-fn the_life_of_a_device() {
+fn a_device_works_from_open_to_a_fatal_error() {
     let fake = Fake::new();
     let device = fake.open().unwrap();
     assert_eq!((device.facts().name.as_str(), device.facts().capability), ("Fake H100", 90));
     assert_eq!((device.facts().n_sms, device.facts().max_shared_bytes), (8, 99 << 10));
     let at = device.alloc("a test", 1 << 20).unwrap();
     copies_keep_their_order(&device, at);
-    results_are_read_back_while_others_are_on_their_way(&device, at);
+    read_backs_are_collected_while_later_work_runs(&device, at);
     products_are_column_major_and_planned_once(&device, &fake);
     kernels_run_with_their_parameters(&device, at);
-    a_graph_does_what_was_captured_again(&device);
-    what_does_not_fit_is_said_in_numbers(&device);
-    // Python's collector may drop it on any thread.
+    a_replayed_graph_repeats_the_captured_work(&device);
+    an_allocation_that_does_not_fit_is_reported_with_its_numbers(&device);
+    // Python's garbage collector may drop it on any thread.
     std::thread::spawn(move || drop(device)).join().unwrap();
-    assert_eq!(fake.n_held(), 0);
-    exchanges_wait_for_no_rank_that_is_lost(&fake);
-    a_fatal_error_is_the_process_s(&fake);
+    assert_eq!(fake.n_not_freed(), 0);
+    exchanges_do_not_wait_for_a_lost_rank(&fake);
+    a_fatal_error_makes_cuda_unusable_in_the_process(&fake);
 }
 
-/// The fake copies when somebody waits: an upload whose staging memory were used again too early would bring the bytes
-/// of a later one.
+/// The fake copies when the host waits. If staging memory were reused too early, an upload would copy the bytes of a
+/// later one.
 fn copies_keep_their_order(device: &Nvidia, at: DevicePtr) {
-    // More than the staging memory holds at once.
+    // More than fits into the staging memory.
     let piece = |i: u8| vec![i; 12 << 20];
     let large = device.alloc("pieces", 9 * (12 << 20)).unwrap();
     for i in 0..9 {
@@ -115,12 +115,12 @@ fn copies_keep_their_order(device: &Nvidia, at: DevicePtr) {
     assert_eq!(back, [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 1, 2, 3, 7, 7, 7]);
 }
 
-fn results_are_read_back_while_others_are_on_their_way(device: &Nvidia, at: DevicePtr) {
+fn read_backs_are_collected_while_later_work_runs(device: &Nvidia, at: DevicePtr) {
     let mut events = Vec::new();
     for step in 0..2000_u32 {
         device.upload(at, &step.to_le_bytes().repeat(2000)).unwrap();
         events.push((step, device.read_back(at, 8000).unwrap()));
-        // Two steps are under way, as they will be.
+        // Two steps are in flight, as in async scheduling.
         if events.len() == 2 {
             let (step, event) = events.remove(0);
             let mut back = [0; 8000];
@@ -129,7 +129,7 @@ fn results_are_read_back_while_others_are_on_their_way(device: &Nvidia, at: Devi
         }
     }
     let refused = (0..2000).find_map(|_| device.read_back(at, 8000).err()).unwrap().to_string();
-    assert!(refused.contains("waits to be collected"), "{refused}");
+    assert!(refused.contains("uncollected read-backs"), "{refused}");
 }
 
 fn products_are_column_major_and_planned_once(device: &Nvidia, fake: &Fake) {
@@ -168,10 +168,10 @@ fn products_are_column_major_and_planned_once(device: &Nvidia, fake: &Fake) {
             assert_eq!(got, dot + with_bias * bias[column], "row {row}, column {column}");
         }
     }
-    assert_eq!(fake.n_heuristics(), 2, "one for each shape");
+    assert_eq!(fake.n_heuristics(), 2, "one per shape");
 }
 
-/// Bytes of numbers that are all different, as bf16 has them.
+/// Returns `n` rows of different bf16 numbers.
 fn rows(n: usize, width: usize) -> Vec<u8> {
     (0..(n * width) as u16).flat_map(|bits| (0x3f80 + bits).to_le_bytes()).collect()
 }
@@ -189,17 +189,18 @@ fn kernels_run_with_their_parameters(device: &Nvidia, at: DevicePtr) {
     device.prepare(&[&function, &function]).unwrap();
     assert_eq!(device.n_compiled(), 1);
     let kernel = Embed { element: Element::Bf16, table: table_at, tokens: tokens_at, out, n_rows: 3, width };
-    kernel.launch(device).unwrap();
+    // SAFETY: the table has a row for each token.
+    unsafe { kernel.launch(device) }.unwrap();
     let mut got = vec![0; 3 * width * 2];
     device.download(out, &mut got).unwrap();
     let row = |i: usize| &table[i * width * 2..][..width * 2];
     assert!(got == [row(4), row(0), row(3)].concat());
 }
 
-/// A fill, a kernel and a product with a bias; between replays their inputs change.
-fn a_graph_does_what_was_captured_again(device: &Nvidia) {
-    let room = |n_bytes| device.alloc("a graph's", n_bytes).unwrap();
-    let [table, ids, picked, bias, out, filled] = [256, 8, 64, 32, 64, 16].map(room);
+/// A fill, a kernel and a product with a bias, whose inputs change between replays.
+fn a_replayed_graph_repeats_the_captured_work(device: &Nvidia) {
+    let alloc = |n_bytes| device.alloc("a graph's", n_bytes).unwrap();
+    let [table, ids, picked, bias, out, filled] = [256, 8, 64, 32, 64, 16].map(alloc);
     device.upload(table, &rows(4, 16)).unwrap();
     device.upload(bias, &[0; 32]).unwrap();
     let kernel = Embed { element: Element::Bf16, table, tokens: ids, out: picked, n_rows: 2, width: 16 };
@@ -217,7 +218,8 @@ fn a_graph_does_what_was_captured_again(device: &Nvidia) {
     device.prepare(&[&embed::function(Element::Bf16)]).unwrap();
     device.begin_capture().unwrap();
     device.fill(filled, 9, 16).unwrap();
-    kernel.launch(device).unwrap();
+    // SAFETY: the table has a row for each id that is uploaded before a replay.
+    unsafe { kernel.launch(device) }.unwrap();
     device.product(&product).unwrap();
     let refused = [
         device.upload(ids, &[1]).unwrap_err(),
@@ -230,26 +232,27 @@ fn a_graph_does_what_was_captured_again(device: &Nvidia) {
     let graph = device.end_capture().unwrap();
     let mut nothing = [0; 16];
     device.download(filled, &mut nothing).unwrap();
-    assert_eq!(nothing, [255; 16], "a capture does nothing");
+    assert_eq!(nothing, [255; 16], "a capture runs nothing");
     for picks in [[0, 3], [2, 1]] {
         device.upload(ids, &tokens(&picks)).unwrap();
         device.fill(filled, 0, 16).unwrap();
         device.replay(graph).unwrap();
         let mut by_graph = [0; 32];
         device.download(out, &mut by_graph).unwrap();
-        kernel.launch(device).unwrap();
+        // SAFETY: the table has a row for each id.
+        unsafe { kernel.launch(device) }.unwrap();
         device.product(&product).unwrap();
         let mut eager = [0; 32];
         device.download(out, &mut eager).unwrap();
         assert_eq!(by_graph, eager, "rows {picks:?}");
-        assert!(by_graph[..16] != by_graph[16..], "two rows that differ have other products");
+        assert!(by_graph[..16] != by_graph[16..], "different rows have different products");
         let mut nines = [0; 16];
         device.download(filled, &mut nines).unwrap();
         assert_eq!(nines, [9; 16]);
     }
 }
 
-fn what_does_not_fit_is_said_in_numbers(device: &Nvidia) {
+fn an_allocation_that_does_not_fit_is_reported_with_its_numbers(device: &Nvidia) {
     let free = device.free_bytes().unwrap() as f64 / (1_u64 << 30) as f64;
     let error = device.alloc("the KV cells", 3 << 30).unwrap_err().to_string();
     let numbers = format!("{free:.2} of 2.00 GiB");
@@ -258,8 +261,9 @@ fn what_does_not_fit_is_said_in_numbers(device: &Nvidia) {
     }
 }
 
-/// A GPU of one of two ranks; the other has none, and is a thread that only talks. In the end the GPU waits for it in vain.
-fn exchanges_wait_for_no_rank_that_is_lost(fake: &Fake) {
+/// Rank 0 has a GPU. Rank 1 is a thread without one that takes part in one exchange. At the end the GPU never
+/// completes, and rank 1 ends.
+fn exchanges_do_not_wait_for_a_lost_rank(fake: &Fake) {
     let nccl = Nccl::find(&[fake.folder.path().to_owned()]).unwrap();
     let mut members = nccl.group(2).unwrap();
     let (other, own) = (members.remove(1), members.remove(0));
@@ -268,20 +272,20 @@ fn exchanges_wait_for_no_rank_that_is_lost(fake: &Fake) {
     let at = device.alloc("numbers", 16).unwrap();
     let exchange = Exchange::AllReduceSum { at, n: 4, element: Element::F32 };
     let alone = device.exchange(&exchange).unwrap_err().to_string();
-    assert!(alone.contains("joined no others"), "{alone}");
+    assert!(alone.contains("joined no other ranks"), "{alone}");
     let words = |values: [f32; 4]| values.map(f32::to_le_bytes).concat();
-    let (leave, told) = std::sync::mpsc::channel::<()>();
+    let (leave, may_leave) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
-        let talk = scope.spawn(move || {
+        let peer = scope.spawn(move || {
             let end = other.join().unwrap();
             let mut numbers = [10.0_f32, 20.0, 30.0, 40.0];
-            // SAFETY: the fake NCCL follows it once, below.
+            // SAFETY: the memory lives until the end of the thread, and only the exchange below uses the pointer.
             let at = unsafe { DevicePtr::from_raw(numbers.as_mut_ptr() as u64, size_of_val(&numbers)) };
             let exchange = Exchange::AllReduceSum { at, n: 4, element: Element::F32 };
-            // SAFETY: the fake does it at once, and waits for no stream here.
+            // SAFETY: the fake runs the exchange during the call and does not use the stream.
             unsafe { end.start(&exchange, std::ptr::null_mut()) }.unwrap();
-            // Its sender is dropped when this rank may go.
-            let _ = told.recv();
+            // The sender is dropped when this rank may end.
+            let _ = may_leave.recv();
         });
         device.join(own).unwrap();
         assert_eq!((device.rank(), device.world()), (0, 2));
@@ -296,31 +300,33 @@ fn exchanges_wait_for_no_rank_that_is_lost(fake: &Fake) {
         fake.get_stuck();
         let event = device.read_back(at, 16).unwrap();
         drop(leave);
-        talk.join().unwrap();
+        peer.join().unwrap();
         let lost = |result| matches!(result, Err(DeviceError::RankLost { rank: 0, world: 2 }));
         assert!(lost(device.collect(event, &mut back)));
         assert!(lost(device.synchronize()) && lost(device.exchange(&exchange)));
     });
 }
 
-fn a_fatal_error_is_the_process_s(fake: &Fake) {
+fn a_fatal_error_makes_cuda_unusable_in_the_process(fake: &Fake) {
     let device = fake.open().unwrap();
     let at = device.alloc("a test", 1 << 12).unwrap();
     let kernel = Embed { element: Element::Bf16, table: at, tokens: at, out: at, n_rows: 1, width: 8 };
+    // SAFETY: token 0 is in the table. The fake checks addresses, so it reports the row that is not, below.
+    let launch = || unsafe { kernel.launch(&device) };
     device.fill(at, 0, 1 << 12).unwrap();
     fake.fail_next_launch(1);
-    let error = kernel.launch(&device).unwrap_err().to_string();
+    let error = launch().unwrap_err().to_string();
     assert!(error.contains("launch embed of embed__T1") && error.contains("(1)"), "{error}");
-    assert_eq!(device.n_compiled(), 0, "the first device left it on disk");
-    kernel.launch(&device).unwrap();
+    assert_eq!(device.n_compiled(), 0, "the disk cache has it from the first device");
+    launch().unwrap();
     device.synchronize().unwrap();
-    // A row that lies half a MiB behind the table; the launch does not know yet.
+    // A row half a MiB behind the table. The launch itself succeeds, because it is asynchronous.
     device.upload(at, &tokens(&[1 << 15])).unwrap();
-    kernel.launch(&device).unwrap();
+    launch().unwrap();
     let event = device.read_back(at, 8).unwrap();
     let error = device.collect(event, &mut [0; 8]).unwrap_err().to_string();
     assert!(error.contains("a step failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{error}");
-    assert!(kernel.launch(&device).unwrap_err().to_string().contains("(700)"), "it stays");
+    assert!(launch().unwrap_err().to_string().contains("(700)"), "the error persists");
     drop(device);
     let refused = fake.open().unwrap_err().to_string();
     for part in ["open GPU 0", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", "restart"] {

@@ -1,5 +1,5 @@
-//! A context whose weights and cells are on a GPU. The host keeps the books, and samples what no decode step does
-//! (`steps.rs`) from downloaded logits.
+//! A context whose weights and cells are on a GPU. The host has the KV cache's bookkeeping. Rows that a decode step
+//! (`steps.rs`) cannot sample are sampled on the host, from downloaded logits.
 
 mod ranks;
 mod steps;
@@ -25,34 +25,35 @@ use crate::seq::SeqId;
 use crate::threads::Pool;
 use half::{bf16, f16};
 
-/// A GPU that a context is to use alone.
+/// A GPU for one context, and how the context uses it.
 #[derive(Debug)]
 pub struct Gpu {
-    /// What runs kernels.
+    /// The device.
     pub device: Box<dyn Device>,
-    /// Share of the device's memory, 0 to 1, that cells may fill up; None: [`ContextConfig::n_cells`] is their number.
+    /// Share of the device's memory, 0 to 1, that may be in use with the KV cells, which take the rest of it. `None`:
+    /// [`ContextConfig::n_cells`] is their number.
     pub memory_share: Option<f64>,
-    /// Decode steps are captured and replayed; a device that waits after every kernel cannot.
+    /// Capture and replay decode steps. A device that waits after every kernel cannot.
     pub graphs: bool,
-    /// A decode step may be launched before the tokens of the one before are known.
+    /// Launch a decode step before the tokens of the previous step are known.
     pub overlap: bool,
 }
 
-/// What a backend may use of the machine.
+/// The part of the machine that a backend may use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Share {
     /// See [`Gpu::memory_share`].
     memory: Option<f64>,
-    /// Threads of the host.
+    /// Host threads.
     n_threads: usize,
 }
 
-/// Weights, cells and activations on a device.
+/// A `Backend` on one device: weights, cells and activations.
 #[derive(Debug)]
 pub(crate) struct CudaBackend {
     pub(super) device: Box<dyn Device>,
     pub(super) decoder: DeviceDecoder,
-    /// None for a rank of several.
+    /// `None` for one rank of several.
     steps: Option<Steps>,
     pool: Pool,
     hidden: Vec<f32>,
@@ -60,10 +61,11 @@ pub(crate) struct CudaBackend {
 }
 
 impl Context {
-    /// As [`Context::new`], on a GPU: in the checkpoint's 16-bit type (f32 and blocks become bf16), cells likewise. With
-    /// [`Gpu::memory_share`], `config.n_cells` is not looked at: [`Context::n_cells`] says how many there are.
+    /// As [`Context::new`], on a GPU. Weights and cells have the checkpoint's 16-bit type; f32 and quantized
+    /// checkpoints become bf16. With [`Gpu::memory_share`], `config.n_cells` is ignored and [`Context::n_cells`]
+    /// returns the number.
     ///
-    /// Errors: a setting or a model that the GPU does not compute, by name; no memory; the device's.
+    /// Errors: `Unsupported` for a setting or a model that the GPU does not support; too little memory; the device's.
     pub fn on_gpu(checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
         let Gpu { device, memory_share, graphs, overlap } = gpu;
         check_computed(&config, &checkpoint)?;
@@ -76,7 +78,7 @@ impl Context {
             n_rows: config.n_seq_max.min(config.n_batch),
             max_len: config.max_model_len,
         };
-        // Before the decoder, whose cells may take what is left of the memory.
+        // Before the decoder, whose cells may take the rest of the memory.
         let settings = StepSettings { overlap, graphs };
         let steps = Steps::new(&*device, checkpoint.config(), state, settings)?;
         let n_threads = config.n_threads;
@@ -89,13 +91,13 @@ impl Context {
     }
 }
 
-/// Refuses settings that no context has, or none on a GPU.
+/// Refuses settings that no context supports, or no context on a GPU.
 pub(super) fn check_computed(config: &ContextConfig, checkpoint: &Checkpoint) -> Result<()> {
     check(config, checkpoint.config())?;
     check_types(config, load::element_of(checkpoint))
 }
 
-/// Refuses types that no kernel has.
+/// Refuses types that the kernels do not support.
 fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported }.into())
@@ -142,18 +144,18 @@ impl CudaBackend {
         Ok(Self { device, decoder, steps: None, pool, hidden: Vec::new(), bytes: Vec::new() })
     }
 
-    /// Cells of so many streams, as many in each.
+    /// Returns the number of cells, rounded down so that each of `n_streams` streams gets the same number.
     pub(super) fn n_cells(&self, n_streams: usize) -> usize {
         self.decoder.n_cells() / n_streams * n_streams
     }
 
-    /// What keys and values in the cells depend on. Errors: as [`Fingerprint::new`].
+    /// Returns the fingerprint of everything that keys and values depend on. Errors: as [`Fingerprint::new`].
     pub(super) fn fingerprint(&self, checkpoint: &Checkpoint, config: &ContextConfig) -> Result<Fingerprint> {
         let how = format!("cuda {} {:?}", self.device.facts().capability, self.decoder.element());
         Fingerprint::new(checkpoint, config, &how)
     }
 
-    /// Keeps no other rank waiting for this one.
+    /// Ends the exchanges of all ranks, so that no other rank waits for this one.
     pub(super) fn abort(&self) {
         self.device.abort();
     }
@@ -162,7 +164,7 @@ impl CudaBackend {
         self.decoder.config()
     }
 
-    /// Waits for `n_bytes` bytes of what was started.
+    /// Waits for the launched work, and downloads `n_bytes` bytes.
     fn download(&mut self, from: DevicePtr, n_bytes: usize) -> Result<&[u8]> {
         self.bytes.resize(n_bytes, 0);
         self.device.download(from, &mut self.bytes)?;
@@ -171,7 +173,7 @@ impl CudaBackend {
 }
 
 impl Backend for CudaBackend {
-    /// Starts the pass, and does not wait for it.
+    /// Launches the pass and does not wait for it.
     fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()> {
         Ok(self.decoder.run(&*self.device, rows, &|| progress.begin_layer())?)
     }
@@ -218,7 +220,7 @@ impl Backend for CudaBackend {
     }
 
     fn nan_fill(&mut self, cells: &[u32]) -> Result<()> {
-        Ok(self.decoder.poison_cells(&*self.device, cells)?)
+        Ok(self.decoder.nan_fill(&*self.device, cells)?)
     }
 
     fn nan_fill_all(&mut self) -> Result<()> {

@@ -1,5 +1,6 @@
-//! A context whose model is split over several GPUs, one a rank. Each rank's is used by one thread, always the same; the
-//! context's thread is rank 0's. All ranks do the same work at the same time, and exchange through their devices.
+//! A context whose model is split over several GPUs, one per rank. Each GPU is always used by the same thread; the
+//! context's thread is that of rank 0. All ranks do the same work at the same time, and exchange data through their
+//! devices.
 
 use super::{CudaBackend, Gpu, Share, check_computed};
 use crate::arch::weight_id::WeightId;
@@ -20,16 +21,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 struct CudaRanks {
     ranks: Vec<Mutex<CudaBackend>>,
     threads: Pool,
-    /// For work of the host.
+    /// For work on the host.
     pool: Pool,
     name: String,
 }
 
 impl Context {
-    /// As [`Context::on_gpu`], with a GPU for each of [`ContextConfig::n_ranks`], two or more. `open(rank)` is called on
-    /// the thread that will use it, on all at once, and gives a device that has joined those of the other ranks.
+    /// As [`Context::on_gpu`], with one GPU for each of [`ContextConfig::n_ranks`] ranks, two or more. `open(rank)` is
+    /// called on all ranks' threads at once, each of which will use its GPU. It returns a device that has joined the
+    /// others.
     ///
-    /// Errors: as [`Context::on_gpu`]; a model that cannot be split so; the first rank's whose GPU cannot be opened.
+    /// Errors: as [`Context::on_gpu`]; a model that cannot be split so; that of the first rank whose GPU cannot be
+    /// opened.
     pub fn on_gpus(
         checkpoint: Checkpoint,
         mut config: ContextConfig,
@@ -52,10 +55,10 @@ impl Context {
     }
 }
 
-/// What `job` gives of each rank, each on its own thread.
+/// Runs `job` for each rank on the rank's thread, and returns the results in the order of the ranks.
 ///
-/// Errors: the first rank's that did not fail because another had. A panic of any rank is raised here once all have
-/// ended.
+/// Errors: the first rank's that did not fail because another rank failed. A panic of any rank is raised here when all
+/// have ended.
 fn on_all<T: Send>(threads: &Pool, job: &(dyn Fn(usize) -> Result<T> + Sync)) -> Result<Vec<T>> {
     let results: Vec<Mutex<Option<Result<T>>>> = (0..threads.n_threads()).map(|_| Mutex::default()).collect();
     threads.run(&|rank| *lock(&results[rank]) = Some(job(rank)));
@@ -75,7 +78,7 @@ fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl CudaRanks {
-    /// As the function; a rank whose job does not end well keeps no other waiting.
+    /// As the function. A rank whose job fails ends the exchanges, so that no other rank waits for it.
     fn on_all<T: Send>(&self, job: &(dyn Fn(usize, &mut CudaBackend) -> Result<T> + Sync)) -> Result<Vec<T>> {
         on_all(&self.threads, &|rank| {
             let mut backend = lock(&self.ranks[rank]);
@@ -87,26 +90,26 @@ impl CudaRanks {
         })
     }
 
-    /// What ranks tell of themselves without their devices.
+    /// Returns the sum of `of` over the ranks; `of` does not use the device.
     fn sum(&self, of: impl Fn(&CudaBackend) -> usize) -> usize {
         self.ranks.iter().map(|rank| of(&lock(rank))).sum()
     }
 
-    /// Rank 0's, which is the context's thread.
+    /// Returns the backend of rank 0, whose thread is the context's.
     fn first(&mut self) -> &mut CudaBackend {
         self.ranks[0].get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Backend for CudaRanks {
-    /// Reaching a layer counts as progress on rank 0.
+    /// Counts the layers of rank 0 as progress.
     fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()> {
         let others = Progress::default();
         self.on_all(&|rank, backend| backend.forward(rows, if rank == 0 { progress } else { &others }))?;
         Ok(())
     }
 
-    /// Every rank has all logits; rank 0's are taken.
+    /// Computes all logits on every rank, and downloads those of rank 0.
     fn compute_outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
         let logits = Mutex::new(logits);
         self.on_all(&|rank, backend| match rank {

@@ -1,4 +1,4 @@
-//! Matrix products by cublasLt. Each shape's algorithm is asked for once and kept.
+//! Matrix products by cublasLt. The algorithm of each shape is chosen once and kept.
 //!
 //! cublasLt is column-major: the row-major `out[m, n] = input[m, k] . weight[n, k]^T` is its `D[n, m] = A^T . B` with
 //! `A = weight` (`k x n`), `B = input` (`k x m`).
@@ -11,13 +11,13 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
 
-/// CUDA 13.0's: what the loader finds must be of the generation that was looked for.
+/// cublasLt of CUDA 13.0: the library that the loader finds must be of the expected generation.
 const VERSION_MIN: usize = 130_000;
-/// CUBLAS_OP_T of cublas_api.h, which cudarc has with cublas only.
+/// CUBLAS_OP_T of cublas_api.h. cudarc declares it only with its cublas feature.
 const TRANSPOSED: i32 = 1;
 
-/// What an algorithm is chosen by. By the exact number of rows: a step asks for a few shapes, and what was chosen
-/// for other rows may not be allowed for these.
+/// The properties that an algorithm is chosen by. The number of rows is exact: steps have few shapes, and an algorithm
+/// that was chosen for other rows may not support these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlanKey {
     m: usize,
@@ -29,19 +29,19 @@ pub struct PlanKey {
 }
 
 impl PlanKey {
-    /// The pointers are another matter.
+    /// Returns the key of a product, which is independent of its pointers.
     pub fn of(product: &Product) -> Self {
         let Product { m, n, k, element, out_element, bias, .. } = *product;
         Self { m, n, k, element, out_element, has_bias: bias != DevicePtr::NULL }
     }
 }
 
-/// Bytes of workspace that products of a device may use: NVIDIA's advice by architecture.
+/// Returns the bytes of workspace that products of a device may use, as NVIDIA recommends by architecture.
 pub fn workspace_bytes(capability: u32) -> usize {
     if capability >= 90 { 32 << 20 } else { 4 << 20 }
 }
 
-/// cublasLt with its plans.
+/// A cublasLt handle with its plans.
 #[derive(Debug)]
 pub(super) struct Blas {
     handle: sys::cublasLtHandle_t,
@@ -53,23 +53,24 @@ pub(super) struct Blas {
 #[derive(Debug)]
 struct Plan {
     desc: sys::cublasLtMatmulDesc_t,
-    /// Of A, B and D.
+    /// The layouts of A, B and D.
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algo: sys::cublasLtMatmulAlgo_t,
 }
 
 impl Blas {
-    /// With a workspace in device memory. The library is loaded ([`super::probe::Cuda`] is the proof).
+    /// Creates a handle with a workspace in device memory. The library is loaded, because a [`super::probe::Cuda`]
+    /// existed.
     ///
-    /// Errors: another version than was looked for; it does not start.
+    /// Errors: a version that is too old; cublasLt does not start.
     pub(super) fn new(workspace: DevicePtr, workspace_bytes: usize) -> Result<Self, DeviceError> {
-        // SAFETY: the library is loaded, and the function takes nothing.
+        // SAFETY: the library is loaded, and the function has no parameters.
         let version = unsafe { sys::cublasLtGetVersion() };
         if version < VERSION_MIN {
             return Err(DeviceError::Cuda {
                 op: "start cublasLt".to_owned(),
                 status: format!(
-                    "the loader gives version {version}, {VERSION_MIN} is needed: LD_LIBRARY_PATH?"
+                    "the loader found version {version}, {VERSION_MIN} is needed: check LD_LIBRARY_PATH"
                 ),
             });
         }
@@ -77,9 +78,9 @@ impl Blas {
         Ok(Self { handle, workspace, workspace_bytes, plans: HashMap::new() })
     }
 
-    /// Starts a product on `stream`.
+    /// Launches a product on `stream`.
     ///
-    /// Errors: no algorithm for the shape; a launch that fails.
+    /// Errors: no algorithm for the shape; a failed launch.
     ///
     /// # Safety
     /// `stream` belongs to the device of this handle, and [`Product::check`] accepted the arrays, which live as long as
@@ -99,8 +100,7 @@ impl Blas {
         let (one, zero) = (1.0_f32, 0.0_f32);
         let address = |pointer: DevicePtr| pointer.address() as *const c_void;
         let [a, b, d] = plan.layouts;
-        // SAFETY: handle, description, layouts and algorithm live in `self`; stream and arrays are as
-        // the caller says.
+        // SAFETY: handle, descriptor, layouts and algorithm live in `self`; the caller promises stream and arrays.
         let started = unsafe {
             result::matmul(
                 self.handle,
@@ -142,14 +142,14 @@ impl Blas {
         }
         let preference = result::create_matmul_pref()?;
         let [a, b, d] = layouts;
-        // SAFETY: all that is passed was made just now and lives; the attribute's value is a size_t.
+        // SAFETY: every handle that is passed was created above and not destroyed; the attribute's value is a size_t.
         let chosen = unsafe {
             let bytes = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             let value = ptr::from_ref(&self.workspace_bytes);
             result::set_matmul_pref_attribute(preference, bytes, value.cast(), size_of::<usize>())
                 .and_then(|()| result::get_matmul_algo_heuristic(self.handle, desc, a, b, d, d, preference))
         };
-        // SAFETY: it was made above and is used no more.
+        // SAFETY: it was created above and is not used again.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
         Ok(Plan { desc, layouts, algo: chosen?.algo })
     }
@@ -158,7 +158,7 @@ impl Blas {
 impl Drop for Blas {
     fn drop(&mut self) {
         for plan in self.plans.values() {
-            // SAFETY: each was made by `plan`, belongs to it alone, and no work refers to it on the host.
+            // SAFETY: `plan` created each, nothing else owns it, and no host call uses it any more.
             unsafe {
                 let _ = result::destroy_matmul_desc(plan.desc);
                 for layout in plan.layouts {
@@ -166,7 +166,7 @@ impl Drop for Blas {
                 }
             }
         }
-        // SAFETY: the handle was made by `new`.
+        // SAFETY: `new` created the handle.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
@@ -176,7 +176,7 @@ fn set<T>(
     attribute: sys::cublasLtMatmulDescAttributes_t,
     value: &T,
 ) -> Result<(), CublasError> {
-    // SAFETY: the description lives; each caller passes the type that cublasLt.h gives the attribute.
+    // SAFETY: the descriptor lives; each caller passes the type that cublasLt.h gives the attribute.
     unsafe { result::set_matmul_desc_attribute(desc, attribute, ptr::from_ref(value).cast(), size_of::<T>()) }
 }
 
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_serves_every_product_of_its_shape_and_no_other() {
+    fn products_share_a_plan_if_and_only_if_their_shapes_are_equal() {
         let product = Product {
             m: 3,
             n: 64,
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn hopper_and_newer_have_the_larger_workspace() {
+    fn hopper_and_newer_get_the_larger_workspace() {
         assert_eq!([80, 89, 90, 120].map(workspace_bytes), [4 << 20, 4 << 20, 32 << 20, 32 << 20]);
     }
 }

@@ -1,4 +1,4 @@
-//! Machine code of kernels, compiled once a machine: kept on disk by everything that it depends on.
+//! A disk cache of the kernels' machine code, keyed by everything that the code depends on.
 
 use super::nvrtc::{Nvrtc, Source};
 use crate::error::DeviceError;
@@ -11,37 +11,38 @@ use std::thread;
 /// Bytes of SHA-256.
 const DIGEST: usize = 32;
 
-/// Compiles for one architecture, and remembers.
+/// Compiles for one architecture, with a disk cache.
 #[derive(Debug)]
 pub struct Cubins {
     nvrtc: Nvrtc,
     arch: u32,
-    /// `<digest of all that was compiled>.cubin`; None: nothing is kept.
+    /// The folder of `<digest of everything that was compiled>.cubin`; `None`: no disk cache.
     folder: Option<PathBuf>,
     n_compiled: AtomicUsize,
 }
 
 impl Cubins {
-    /// Keeps machine code in `folder`, if it can be written; what other processes keep there does no harm.
+    /// Caches machine code in `folder`, if it is writable. Other processes may use the same folder.
     ///
-    /// Errors: the compiler knows no architecture that a device of `capability` runs.
+    /// Errors: the compiler supports no architecture that a device of `capability` runs.
     pub fn new(nvrtc: Nvrtc, capability: u32, folder: Option<&Path>) -> Result<Self, DeviceError> {
         let Some(arch) = nvrtc.arch(capability) else {
             return Err(DeviceError::Cuda {
                 op: format!("choose an architecture for compute capability {capability}"),
-                status: "this NVRTC knows none: install a newer nvidia-cuda-nvrtc".to_owned(),
+                status: "this NVRTC supports none: install a newer nvidia-cuda-nvrtc".to_owned(),
             });
         };
         let folder = folder.filter(|folder| fs::create_dir_all(folder).is_ok()).map(Path::to_owned);
         Ok(Self { nvrtc, arch, folder, n_compiled: AtomicUsize::new(0) })
     }
 
-    /// Sources that were compiled, not found.
+    /// Returns the number of sources that were compiled because the cache did not have them.
     pub fn n_compiled(&self) -> usize {
         self.n_compiled.load(Ordering::Relaxed)
     }
 
-    /// The machine code of each of `sources`, on up to `n_threads` threads. Errors: the first in their order.
+    /// Returns the machine code of each of `sources`, compiled on up to `n_threads` threads. Errors: the first in the
+    /// order of the sources.
     pub fn get(&self, sources: &[Source], n_threads: usize) -> Result<Vec<Vec<u8>>, DeviceError> {
         let next = AtomicUsize::new(0);
         let work = || {
@@ -56,7 +57,7 @@ impl Cubins {
             let threads: Vec<_> = (1..n_threads.min(sources.len())).map(|_| scope.spawn(work)).collect();
             let mut all = work();
             for thread in threads {
-                all.extend(thread.join().expect("compiling is a call of a library: it returns errors"));
+                all.extend(thread.join().expect("compilation returns errors and does not panic"));
             }
             all
         });
@@ -72,13 +73,13 @@ impl Cubins {
         let cubin = self.nvrtc.compile(source, self.arch)?.cubin;
         self.n_compiled.fetch_add(1, Ordering::Relaxed);
         if let Some(path) = path {
-            // A folder that cannot be written costs the next start its time, nothing else.
+            // If the write fails, the next start compiles again.
             let _ = write(&path, &cubin);
         }
         Ok(cubin)
     }
 
-    /// The digest, in hexadecimal, of everything that the machine code depends on.
+    /// Returns the digest, in hexadecimal, of everything that the machine code depends on.
     fn key(&self, source: &Source) -> String {
         let mut digest = Sha256::new();
         let machine = format!("NVRTC {} sm_{}", self.nvrtc.version(), self.arch);
@@ -90,14 +91,14 @@ impl Cubins {
     }
 }
 
-/// What [`write`] wrote; None if it is not there, or not whole.
+/// Returns the code that [`write`] wrote; `None` if the file does not exist or is damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(path).ok()?;
     let cubin = bytes.split_off(bytes.len().min(DIGEST));
     (bytes == Sha256::digest(&cubin)[..]).then_some(cubin)
 }
 
-/// The code behind its digest, under another name until it is whole.
+/// Writes the digest and the code, under a temporary name until the file is complete.
 fn write(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     let temporary = path.with_extension(format!("{}-{:?}", std::process::id(), thread::current().id()));
     let written = fs::write(&temporary, [&Sha256::digest(cubin)[..], cubin].concat())

@@ -1,44 +1,44 @@
-//! Loading of shared libraries, and the reasons why CUDA cannot be used.
+//! Loads shared libraries, and names the reasons why CUDA cannot be used.
 
 use libloading::Library;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// The CUDA version that the driver must support: 13.0 (driver 580), as the other libraries.
+/// The CUDA version that the driver must support: 13.0 (driver 580), that of the other libraries.
 pub const DRIVER_VERSION_MIN: u32 = 13_000;
 
-/// Why CUDA cannot be used: the text says what to do.
+/// The reason why CUDA cannot be used. The text says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum CudaUnavailable {
-    /// No library of the driver.
+    /// The driver's library does not exist.
     #[error("no NVIDIA driver: {cause}")]
     NoDriver { cause: String },
-    /// A library that is not what its name says.
-    #[error("{library} lacks {symbol}: it is damaged, or not what its name says")]
+    /// A library without an expected function.
+    #[error("{library} lacks {symbol}: it is damaged, or another library; install it again")]
     MissingSymbol { library: PathBuf, symbol: &'static str },
-    /// An old driver.
+    /// The driver is too old.
     #[error(
-        "the driver knows CUDA {}, {} is needed (driver 580 or newer): update the driver",
+        "the driver supports CUDA {}, {} is needed (driver 580 or newer): update the driver",
         Version(*got), Version(DRIVER_VERSION_MIN)
     )]
     DriverTooOld { got: u32 },
-    /// The driver or a library refused a call.
-    #[error("{library} fails: {op} says {status}")]
+    /// A call of the driver or of a library failed.
+    #[error("{library} fails: {op} returned {status}")]
     Call { library: PathBuf, op: &'static str, status: String },
-    /// A driver with nothing to drive.
+    /// The driver finds no GPU.
     #[error(
-        "the driver finds no GPU (CUDA {}): look at `nvidia-smi`, and at CUDA_VISIBLE_DEVICES",
+        "the driver finds no GPU (CUDA {}): check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
         Version(*driver_version)
     )]
     NoDevice { driver_version: u32 },
-    /// An old GPU.
+    /// The GPU is too old.
     #[error("{name} has compute capability {}.{}, 8.0 is needed", capability / 10, capability % 10)]
     DeviceTooOld { name: String, capability: u32 },
-    /// A library that comes in a pip package.
+    /// A library of a pip package is missing.
     #[error(
-        "there is a driver for CUDA {} with {device}, but no {library} (looked in {looked_in}): \
-         `pip install 'llaisys[cuda]'` brings it (package {package}), or LLAISYS_CUDA_LIB_DIR names its folder",
+        "there is a driver for CUDA {} with {device}, but no {library} (searched {looked_in}): \
+         `pip install 'llaisys[cuda]'` installs it (package {package}), or LLAISYS_CUDA_LIB_DIR names its folder",
         Version(*driver_version)
     )]
     LibraryMissing {
@@ -48,16 +48,16 @@ pub enum CudaUnavailable {
         package: &'static str,
         looked_in: String,
     },
-    /// The library that several GPUs need.
+    /// The library that several GPUs need is missing.
     #[error(
-        "a model on several GPUs needs {library} (looked in {looked_in}): `pip install 'llaisys[cuda-tp]'` brings it \
-         (package {package}), or LLAISYS_CUDA_LIB_DIR names its folder"
+        "a model on several GPUs needs {library} (searched {looked_in}): `pip install 'llaisys[cuda-tp]'` installs \
+         it (package {package}), or LLAISYS_CUDA_LIB_DIR names its folder"
     )]
     ExchangesMissing { library: &'static str, package: &'static str, looked_in: String },
-    /// That library, too old.
+    /// That library is too old.
     #[error("{library} is NCCL {}.{}, {needed} or newer is needed", got / 10_000, got / 100 % 100)]
     ExchangesTooOld { library: PathBuf, got: u32, needed: &'static str },
-    /// A library that is there and cannot be loaded.
+    /// A library exists and cannot be loaded.
     #[error("{library} cannot be loaded: {cause}")]
     LibraryBroken { library: PathBuf, cause: String },
 }
@@ -71,11 +71,11 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// The type of a C function's address. Only `unsafe` code can call it, and there each call names the header that it
-/// trusts for the signature.
+/// The type of a C function's address. Only `unsafe` code can call it, and each call names the header that has the
+/// signature.
 ///
 /// # Safety
-/// Implementors are function pointers, for which any address but null is a value.
+/// Implementors are function pointers, for which any address except null is a value.
 pub(super) unsafe trait CFunction: Copy {}
 
 macro_rules! c_functions {
@@ -91,25 +91,25 @@ c_functions!(A B C D);
 c_functions!(A B C D E F);
 c_functions!(A B C D E F G);
 
-/// The address of the function `name` of a library.
+/// Returns the function `name` of a library. Errors: the library does not have it.
 pub(super) fn symbol<F: CFunction>(
     library: &Library,
     path: &Path,
     name: &'static str,
 ) -> Result<F, CudaUnavailable> {
-    // SAFETY: what is found has an address, which is a value of every `CFunction`.
+    // SAFETY: a symbol that is found has an address, which is a value of every `CFunction`.
     let found = unsafe { library.get::<F>(name) };
     let missing = |_| CudaUnavailable::MissingSymbol { library: path.to_owned(), symbol: name };
     found.map(|found| *found).map_err(missing)
 }
 
-/// The first of `folders` that has `name`, or the bare name.
+/// Returns the path of `name` in the first of `folders` that has it, or the bare name.
 pub(super) fn locate(name: &str, folders: &[PathBuf]) -> PathBuf {
     let mut paths = folders.iter().map(|folder| folder.join(name));
     paths.find(|path| path.is_absolute() && path.is_file()).unwrap_or_else(|| PathBuf::from(name))
 }
 
-/// Where [`locate`] looks, in words.
+/// Returns a text that names where [`locate`] and the loader search.
 pub(super) fn searched(folders: &[PathBuf]) -> String {
     match folders {
         [] => "the system's loader path".to_owned(),
@@ -117,15 +117,15 @@ pub(super) fn searched(folders: &[PathBuf]) -> String {
     }
 }
 
-/// Loads a library. Errors: it is not there, or the loader refuses it.
+/// Loads a library. Errors: it does not exist, or the loader refuses it.
 pub(super) fn open(path: &Path) -> Result<Library, CudaUnavailable> {
-    // SAFETY: these are NVIDIA's libraries, or the file that the caller names for them; loading them runs no
-    // more than their own initialisers.
+    // SAFETY: these are NVIDIA's libraries, or the files that the user names for them; loading them runs only their own
+    // initializers.
     let library = unsafe { Library::new(path) };
     library.map_err(|e| CudaUnavailable::LibraryBroken { library: path.to_owned(), cause: e.to_string() })
 }
 
-/// Leaves a library loaded for the life of the process.
+/// Leaves a library loaded until the process ends.
 pub(super) fn keep(library: Library) {
     std::mem::forget(library);
 }

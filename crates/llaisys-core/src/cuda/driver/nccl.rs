@@ -1,11 +1,14 @@
-//! Exchanges between the GPUs of a model's ranks, by NCCL (`nccl.h`, NCCL's user guide). A table of our own of the few
-//! functions that are needed, as for NVRTC: cudarc looks for `libnccl.so` only, and NVIDIA's package has `libnccl.so.2`.
+//! Exchanges between the GPUs of a model's ranks, by NCCL (`nccl.h`, NCCL's user guide). The few functions that are
+//! needed are loaded here, as for NVRTC: cudarc searches only for `libnccl.so`, and NVIDIA's package has
+//! `libnccl.so.2`.
 //!
-//! Each rank is a thread with a GPU. Besides NCCL's communicator the ranks have a [`LocalRank`] group on the host. There they
-//! meet before any of them enters NCCL, which would wait for ever for one that could not open its GPU; and there
-//! they see that one has ended. NCCL's kernels would wait for that one, too, and with them whoever waits for the GPU: so
-//! a rank asks for the end of work again and again ([`Communicator::wait`]), and aborts its own communicator, which ends
-//! the kernels, when another rank is gone. No thread ever uses another's communicator.
+//! Each rank is a thread with a GPU. The ranks have a [`LocalRank`] group on the host in addition to NCCL's
+//! communicator. All ranks join it before any of them calls NCCL, which would wait forever for a rank that could not
+//! open its GPU.
+//!
+//! The group also tells when a rank has ended. NCCL's kernels would wait for it forever, and so would a thread that
+//! waits for the GPU. A rank therefore polls for the end of its work ([`Communicator::wait`]). If another rank has
+//! ended, it aborts its own communicator, which ends the kernels. No thread uses the communicator of another.
 
 use super::library::{CudaUnavailable, locate, open, searched, symbol};
 use crate::collective::{Collective, LocalRank};
@@ -19,7 +22,7 @@ use std::ptr;
 use std::sync::Arc;
 
 const LIBRARY: &str = "libnccl.so.2";
-/// The first that sums bf16, as `NCCL_VERSION` writes it.
+/// The first version that sums bf16, in the format of `NCCL_VERSION`.
 const VERSION_MIN: u32 = 21_000;
 
 /// `ncclResult_t`
@@ -29,7 +32,7 @@ type Comm = *mut c_void;
 /// `cudaStream_t`, the same as the driver's `CUstream`.
 pub type Stream = *mut c_void;
 
-/// `ncclUniqueId`: names a group to its ranks.
+/// `ncclUniqueId`: identifies a group to its ranks.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct UniqueId([c_char; 128]);
@@ -50,14 +53,14 @@ pub struct Nccl {
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> Status,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> Status,
     broadcast: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> Status,
-    /// Keeps the functions where they are.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
 impl Nccl {
-    /// Loads it from the first of `folders` that has it, else as the system's loader finds it.
+    /// Loads NCCL from the first of `folders` that has it, otherwise from the system's loader path.
     ///
-    /// Errors: it is not there, with what to install; it is no NCCL, or an old one.
+    /// Errors: NCCL is missing, with what to install; the library is not NCCL; it is too old.
     pub fn find(folders: &[PathBuf]) -> Result<Arc<Self>, CudaUnavailable> {
         let path = locate(LIBRARY, folders);
         let library = open(&path).map_err(|e| match e {
@@ -103,12 +106,12 @@ impl Nccl {
         })
     }
 
-    /// As NCCL writes it: 22809 is 2.28.9.
+    /// Returns the version in NCCL's format: 22809 is 2.28.9.
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// Makes a new group and returns its `world` members, in the order of the ranks, one for each rank's thread.
+    /// Creates a group and returns its `world` members, in the order of the ranks, one for each rank's thread.
     ///
     /// Errors: NCCL's.
     pub fn group(self: &Arc<Self>, world: usize) -> Result<Vec<NcclRank>, DeviceError> {
@@ -129,7 +132,7 @@ impl Nccl {
     }
 }
 
-/// A rank of a group whose ranks have not joined yet. Dropping it tells the others that this rank will not join.
+/// A rank of a group whose ranks have not joined yet. If it is dropped, the other ranks get an error.
 #[derive(Debug)]
 pub struct NcclRank {
     nccl: Arc<Nccl>,
@@ -138,54 +141,55 @@ pub struct NcclRank {
 }
 
 impl NcclRank {
-    /// Joins the group with the GPU whose context is current on this thread; returns when every rank has.
+    /// Joins the group with the GPU whose context is current on this thread. Returns when every rank has joined.
     ///
-    /// Errors: another rank did not come; NCCL's.
+    /// Errors: another rank did not join; NCCL's.
     pub fn join(self) -> Result<Communicator, DeviceError> {
         let Self { nccl, id, mut host } = self;
         host.broadcast(&mut [], 0)?;
         let (rank, world) = (host.rank(), host.world());
         let mut comm = ptr::null_mut();
-        // SAFETY: the signature is nccl.h's; it writes one pointer. The group's other ranks come with the same id.
+        // SAFETY: the signature is nccl.h's; it writes one pointer. The group's other ranks pass the same id.
         let status = unsafe { (nccl.init_rank)(&mut comm, world as c_int, id, rank as c_int) };
         nccl.check(|| format!("join {world} GPUs as rank {rank}"), status)?;
         Ok(Communicator { nccl, comm: Cell::new(comm), host })
     }
 }
 
-/// A rank's end of its group. Used by the thread that joined. Dropping it ends the group for all: also for one that still
-/// waits for its last exchange.
+/// A rank's communicator, used by the thread that joined. Dropping it ends the group for all ranks, including one that
+/// still waits for its last exchange.
 #[derive(Debug)]
 pub struct Communicator {
     nccl: Arc<Nccl>,
-    /// Null once it is aborted.
+    /// Null after an abort.
     comm: Cell<Comm>,
     host: LocalRank,
 }
 
 impl Communicator {
-    /// This rank, from 0.
+    /// Returns this rank, from 0.
     pub fn rank(&self) -> usize {
         self.host.rank()
     }
 
-    /// Ranks in all.
+    /// Returns the number of ranks.
     pub fn world(&self) -> usize {
         self.host.world()
     }
 
-    /// Puts an exchange into the order of `stream`.
+    /// Launches an exchange on `stream`.
     ///
     /// Errors: another rank is lost; NCCL's.
     ///
     /// # Safety
     ///
-    /// The stream is of the GPU that joined, and the arrays live until the exchange is done.
+    /// The stream belongs to the GPU that joined, [`Exchange::check`] accepted the arrays, and they live until the
+    /// exchange is done.
     pub unsafe fn start(&self, exchange: &Exchange, stream: Stream) -> Result<(), DeviceError> {
         self.check()?;
         let (nccl, comm) = (&self.nccl, self.comm.get());
-        // SAFETY: the signatures are nccl.h's; the communicator is this thread's and not aborted; stream and arrays
-        // are as the caller says.
+        // SAFETY: the signatures are nccl.h's; the communicator is this thread's and not aborted (`check`); the caller
+        // promises stream and arrays.
         let status = unsafe {
             match *exchange {
                 Exchange::AllReduceSum { at, n, element } => {
@@ -203,11 +207,11 @@ impl Communicator {
         nccl.check(|| exchange.to_string(), status)
     }
 
-    /// Returns when `is_done` says so. Errors: its own; another rank is lost, or NCCL has failed: then no exchange is
-    /// under way any more.
+    /// Polls until `is_done` returns true. Errors: those of `is_done`; another rank is lost, or NCCL has failed. After
+    /// the latter two no exchange is running any more.
     pub fn wait(&self, mut is_done: impl FnMut() -> Result<bool, DeviceError>) -> Result<(), DeviceError> {
         loop {
-            // Asked first: what is done after an abort is not what was wanted.
+            // Polled first, because work also ends after an abort, without its result.
             let is_done = is_done()?;
             self.check()?;
             if is_done {
@@ -217,17 +221,17 @@ impl Communicator {
         }
     }
 
-    /// Ends the exchanges of this rank, and of all others as soon as they look.
+    /// Ends the exchanges of this rank, and those of each other rank when it polls next.
     pub fn abort(&self) {
         self.host.abort();
         let comm = self.comm.replace(ptr::null_mut());
         if !comm.is_null() {
-            // SAFETY: the communicator is this thread's, and nobody uses it after this.
+            // SAFETY: the communicator is this thread's, and nothing uses it after this, because the cell is null.
             unsafe { (self.nccl.abort)(comm) };
         }
     }
 
-    /// Errors: another rank is lost, or NCCL has failed since; this rank's exchanges are ended.
+    /// Checks the group. Errors: another rank is lost, or NCCL has failed; this rank's exchanges have ended then.
     fn check(&self) -> Result<(), DeviceError> {
         if self.comm.get().is_null() || self.host.is_aborted() {
             self.abort();

@@ -1,6 +1,7 @@
-//! NVIDIA's run-time compiler: kernel text in, machine code for one architecture out.
+//! NVIDIA's run-time compiler (NVRTC): compiles kernel source to machine code for one architecture.
 //!
-//! A table of our own of the few functions that are needed (`nvrtc.h`): what is missing is an error, not a panic.
+//! The few functions that are needed (`nvrtc.h`) are loaded here, so that a missing function is an error and not a
+//! panic.
 
 use super::library::{CudaUnavailable, Version, keep, open, symbol};
 use crate::error::DeviceError;
@@ -11,7 +12,7 @@ use std::ptr;
 
 /// Lines of the compiler's log in an error.
 const LOG_LINES: usize = 20;
-/// A library beside NVRTC, which opens it by its bare name; its name ends with the minor version.
+/// A library in NVRTC's folder, which NVRTC opens by its bare name. Its name ends with the minor version.
 const BUILTINS: &str = "libnvrtc-builtins.so.";
 
 type Status = c_int;
@@ -31,7 +32,7 @@ type Create = unsafe extern "C" fn(
 #[derive(Debug)]
 pub struct Nvrtc {
     version: u32,
-    /// As in `sm_90`, ascending.
+    /// Supported architectures as in `sm_90`, ascending.
     archs: Vec<u32>,
     create: Create,
     destroy: unsafe extern "C" fn(*mut Program) -> Status,
@@ -41,22 +42,22 @@ pub struct Nvrtc {
     log_size: SizeOf,
     log: BytesOf,
     error: unsafe extern "C" fn(Status) -> *const c_char,
-    /// Keeps the functions where they are.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
-/// What is to be compiled.
+/// A source to compile.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
-    /// Names it in errors and in the compiler's log.
+    /// Its name in errors and in the compiler's log.
     pub name: String,
     /// The whole text.
     pub text: String,
-    /// `-DNAME=VALUE` and the like.
+    /// Compiler options such as `-DNAME=VALUE`.
     pub options: Vec<String>,
 }
 
-/// Machine code, and what the compiler said about it (registers, spills: `--ptxas-options=-v`).
+/// Machine code, and the compiler's log with registers and spills (`--ptxas-options=-v`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     /// An ELF image.
@@ -66,10 +67,10 @@ pub struct Compiled {
 }
 
 impl Nvrtc {
-    /// Loads the library at `path`, and before it the one that it will look for by a bare name: what is loaded
-    /// already is found by that.
+    /// Loads the library at `path`. Before it loads the library that NVRTC opens by a bare name, because the loader
+    /// finds loaded libraries by their names.
     ///
-    /// Errors: not loadable, a function is missing, it does not answer.
+    /// Errors: the library cannot be loaded, a function is missing, or a call fails.
     pub fn open(path: &Path) -> Result<Self, CudaUnavailable> {
         if let Some(builtins) = path.parent().and_then(builtins_in) {
             keep(open(&builtins)?);
@@ -94,7 +95,7 @@ impl Nvrtc {
         // SAFETY: the signature is nvrtc.h's; it writes one int.
         ok(unsafe { n_archs(&mut n) }).map_err(fails("nvrtcGetNumSupportedArchs"))?;
         let mut archs = vec![0; n.unsigned_abs() as usize];
-        // SAFETY: the signature is nvrtc.h's; the array has room for as many ints as it just said.
+        // SAFETY: the signature is nvrtc.h's; the array has as many ints as the library returned.
         ok(unsafe { get_archs(archs.as_mut_ptr()) }).map_err(fails("nvrtcGetSupportedArchs"))?;
         Ok(Self {
             version: major.unsigned_abs() * 1000 + minor.unsigned_abs() * 10,
@@ -111,19 +112,19 @@ impl Nvrtc {
         })
     }
 
-    /// 13000 is 13.0.
+    /// Returns the version: 13000 is 13.0.
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// The architecture to compile for: the device's, else the highest of the same major that is known, whose
-    /// code it runs. None: the compiler is older than the device's generation.
+    /// Returns the architecture to compile for: the device's, otherwise the highest supported one of the same major
+    /// version, whose code the device runs. `None`: the compiler is older than the device's generation.
     pub fn arch(&self, capability: u32) -> Option<u32> {
         let runs = |&&arch: &&u32| arch <= capability && arch / 10 == capability / 10;
         self.archs.iter().filter(runs).max().copied()
     }
 
-    /// Compiles for `sm_<arch>`. May be called from several threads (the library allows it since 11.0).
+    /// Compiles for `sm_<arch>`. Several threads may call it (NVRTC allows that since 11.0).
     ///
     /// Errors: the compiler's, with the first lines of its log.
     pub fn compile(&self, source: &Source, arch: u32) -> Result<Compiled, DeviceError> {
@@ -148,7 +149,8 @@ impl Nvrtc {
             (self.create)(&mut program.raw, text.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null())
         };
         ok(status).map_err(|status| fail(self.describe(status)))?;
-        // SAFETY: the program was made; the options are as many as the number says and live until after it.
+        // SAFETY: the program was created; the number of options is right, and they live until the end of this
+        // function.
         let status = unsafe { (self.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         let log = program.bytes(self.log_size, self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
@@ -165,7 +167,7 @@ impl Nvrtc {
     }
 }
 
-/// Destroyed when it goes.
+/// A program that is destroyed on drop.
 struct OwnedProgram<'a> {
     raw: Program,
     nvrtc: &'a Nvrtc,
@@ -177,7 +179,7 @@ impl OwnedProgram<'_> {
         // SAFETY: the program lives; the library writes one size_t.
         ok(unsafe { size(self.raw, &mut n) })?;
         let mut bytes = vec![0_u8; n];
-        // SAFETY: the array has as many bytes as the library just asked for.
+        // SAFETY: the array has as many bytes as the library returned.
         ok(unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
@@ -186,13 +188,13 @@ impl OwnedProgram<'_> {
 impl Drop for OwnedProgram<'_> {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: the program was made by this library and is used nowhere else.
+            // SAFETY: this library created the program, and nothing else uses it.
             unsafe { (self.nvrtc.destroy)(&mut self.raw) };
         }
     }
 }
 
-/// Of several versions the last by name.
+/// Returns the builtins library in `folder`; of several versions the last by name.
 fn builtins_in(folder: &Path) -> Option<PathBuf> {
     let entries = folder.read_dir().ok()?.filter_map(Result::ok).map(|entry| entry.path());
     let is_ours = |path: &PathBuf| {

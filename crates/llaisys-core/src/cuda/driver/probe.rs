@@ -1,5 +1,5 @@
-//! Whether CUDA can be used here, and with what. Asked with plain `dlopen`, so that whatever is missing is an
-//! answer and never a panic: cudarc is called only after [`Cuda::find`] has said yes.
+//! Finds out whether CUDA can be used on this machine. It loads the libraries with plain `dlopen`, so that a missing
+//! library is an error and never a panic. cudarc is called only after [`Cuda::find`] has succeeded.
 
 use super::library::{CFunction, CudaUnavailable, DRIVER_VERSION_MIN, keep, locate, open, searched, symbol};
 use super::nvrtc::Nvrtc;
@@ -8,9 +8,9 @@ use serde::Serialize;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::path::{Path, PathBuf};
 
-/// The driver's library, found by the system's loader.
+/// The driver's library, which the system's loader finds.
 pub const DRIVER: &str = "libcuda.so.1";
-/// bf16 and asynchronous copies to shared memory begin with 8.0.
+/// The least compute capability: 8.0 is the first with bf16 and asynchronous copies to shared memory.
 pub const CAPABILITY_MIN: u32 = 80;
 
 const NVRTC: &str = "libnvrtc.so.13";
@@ -27,34 +27,35 @@ pub struct DeviceInfo {
     pub total_bytes: usize,
 }
 
-/// What CUDA computes with on this machine.
+/// The driver, devices and libraries of this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CudaInfo {
-    /// Of CUDA, that the driver knows: 13000 is 13.0.
+    /// The CUDA version that the driver supports: 13000 is 13.0.
     pub driver_version: u32,
-    /// In the driver's order.
+    /// The GPUs, in the driver's order.
     pub devices: Vec<DeviceInfo>,
-    /// Of NVRTC, as the driver's.
+    /// The version of NVRTC, in the same format.
     pub nvrtc_version: u32,
-    /// The libraries' files; a bare name is one that the system's loader found.
+    /// The paths of the libraries. The system's loader found those with a bare name.
     pub libraries: Vec<PathBuf>,
 }
 
-/// A usable CUDA: the proof that the driver and all libraries are loaded.
+/// A usable CUDA. A value exists only while the driver and all libraries are loaded.
 #[derive(Debug)]
 pub struct Cuda {
-    /// What was found.
+    /// The driver, devices and libraries.
     pub info: CudaInfo,
     pub(super) nvrtc: Nvrtc,
 }
 
 impl Cuda {
-    /// Asks the driver's library `driver` ([`DRIVER`], but in tests) and loads the others from the first of
-    /// `folders` that has them, else as the system's loader finds them. What is loaded stays loaded.
+    /// Queries the driver's library `driver` ([`DRIVER`] except in tests). Loads each other library from the first of
+    /// `folders` that has it, otherwise from the system's loader path. Libraries stay loaded. It creates no context on
+    /// a device.
     ///
-    /// Errors: the first thing that stands against it. Never panics, creates no context on a device.
+    /// Errors: the first reason why CUDA cannot be used. Never panics.
     pub fn find(driver: &str, folders: &[PathBuf]) -> Result<Self, CudaUnavailable> {
-        let (driver_version, devices) = ask_driver(driver)?;
+        let (driver_version, devices) = query_driver(driver)?;
         let missing = |library, package| CudaUnavailable::LibraryMissing {
             driver_version,
             device: devices[0].name.clone(),
@@ -75,15 +76,15 @@ impl Cuda {
     }
 }
 
-/// The version that the driver knows, and its devices, one at least.
-fn ask_driver(name: &str) -> Result<(u32, Vec<DeviceInfo>), CudaUnavailable> {
+/// Returns the CUDA version that the driver supports, and its devices, at least one.
+fn query_driver(name: &str) -> Result<(u32, Vec<DeviceInfo>), CudaUnavailable> {
     let path = Path::new(name);
     let library = open(path).map_err(|e| CudaUnavailable::NoDriver { cause: e.to_string() })?;
     let driver = Driver { library: &library, path };
-    let asked = driver.ask();
-    // A driver that has begun to work must not be unloaded: threads of its own may run.
+    let found = driver.query();
+    // An initialized driver must not be unloaded, because its own threads may run.
     keep(library);
-    asked
+    found
 }
 
 struct Driver<'a> {
@@ -97,7 +98,7 @@ const NO_DEVICE: Status = 100;
 const CAPABILITY: [c_int; 2] = [75, 76];
 
 impl Driver<'_> {
-    fn ask(&self) -> Result<(u32, Vec<DeviceInfo>), CudaUnavailable> {
+    fn query(&self) -> Result<(u32, Vec<DeviceInfo>), CudaUnavailable> {
         let mut version: c_int = 0;
         let get_version: unsafe extern "C" fn(*mut c_int) -> Status = self.symbol("cuDriverGetVersion")?;
         // SAFETY: the signature is cuda.h's; the driver writes one int.
@@ -136,7 +137,7 @@ impl Driver<'_> {
         let mut name: [c_char; 256] = [0; 256];
         let get_name: unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Status =
             self.symbol("cuDeviceGetName")?;
-        // SAFETY: the signature is cuda.h's; at most 255 bytes are written, so that a zero ends them.
+        // SAFETY: the signature is cuda.h's; the driver writes at most 255 bytes, so the last byte stays 0.
         self.check("cuDeviceGetName", unsafe { get_name(name.as_mut_ptr(), 255, device) })?;
         let attribute: unsafe extern "C" fn(*mut c_int, c_int, c_int) -> Status =
             self.symbol("cuDeviceGetAttribute")?;
@@ -149,7 +150,7 @@ impl Driver<'_> {
         let total: unsafe extern "C" fn(*mut usize, c_int) -> Status = self.symbol("cuDeviceTotalMem_v2")?;
         // SAFETY: the signature is cuda.h's; the driver writes one size_t.
         self.check("cuDeviceTotalMem", unsafe { total(&mut total_bytes, device) })?;
-        // SAFETY: the array's last byte is 0, whatever the driver wrote before it.
+        // SAFETY: the array's last byte is 0.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let [major, minor] = capability.map(c_int::unsigned_abs);
         Ok(DeviceInfo { name, capability: major * 10 + minor, total_bytes })

@@ -1,15 +1,39 @@
-//! How much device memory a model takes, and where in an arena each array lies. Pure.
+//! The sizes of a model's device memory, and the place of each array in an arena. Pure.
 
 use crate::arch::config::ModelConfig;
 use crate::cuda::device::DevicePtr;
 use crate::error::DeviceError;
 
-/// Every array begins on such a boundary: what kernels load at once never crosses it.
+/// Alignment of every array, bytes. No load of a kernel crosses such a boundary.
 const ALIGNMENT: usize = 256;
-/// Kept free for graphs, which the driver makes after the KV cells are there.
+/// Bytes kept free for graphs, which the driver allocates after the KV cells.
 pub const GRAPH_RESERVE_BYTES: usize = 256 << 20;
 
-/// Arrays one after the other, counted before the memory is there and placed after.
+/// What the memory of a decoder is sized for.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceLimits {
+    /// Rows of a pass.
+    pub n_rows: usize,
+    /// Rows of a pass whose logits are wanted.
+    pub n_outputs: usize,
+    /// Positions of a sequence.
+    pub max_len: usize,
+    /// Entries of the lists of cells that the rows of a pass see.
+    pub n_listed: usize,
+    /// KV cells.
+    pub cells: CellCount,
+}
+
+/// The number of KV cells.
+#[derive(Debug, Clone, Copy)]
+pub enum CellCount {
+    /// This number.
+    Exactly(usize),
+    /// As many as fit into this share of the device's memory, at least the rows of a pass.
+    Share(f64),
+}
+
+/// Arrays placed one after the other. The same calls first count the bytes and then place the arrays.
 #[derive(Debug, Clone, Copy)]
 pub struct Arena {
     base: Option<DevicePtr>,
@@ -17,57 +41,57 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Counts only: what it gives are no addresses.
+    /// Returns an arena that only counts bytes: its pointers are NULL.
     pub fn counting() -> Self {
         Self { base: None, used: 0 }
     }
 
-    /// Places in memory from `base` on.
+    /// Returns an arena in the memory from `base` on.
     pub fn placing(base: DevicePtr) -> Self {
         Self { base: Some(base), used: 0 }
     }
 
-    /// True if there is memory behind what it gives.
+    /// Returns whether the arena has memory.
     pub fn is_placing(&self) -> bool {
         self.base.is_some()
     }
 
-    /// The next `n_bytes` bytes.
+    /// Returns the next `n_bytes` bytes. Panics if they exceed the memory.
     pub fn take(&mut self, n_bytes: usize) -> DevicePtr {
         let at = self.base.map_or(DevicePtr::NULL, |base| base.at(self.used));
         self.used += n_bytes.next_multiple_of(ALIGNMENT);
         at
     }
 
-    /// Bytes taken so far.
+    /// Returns the bytes taken so far, alignment included.
     pub fn n_bytes(&self) -> usize {
         self.used
     }
 }
 
-/// Bytes of one cell over all layers, keys and values, of 16 bits an element.
+/// Returns the bytes of one cell's keys and values in all layers, with 16-bit elements.
 pub fn cell_bytes(config: &ModelConfig) -> usize {
     config.n_layers * 2 * config.n_kv_heads * config.d_head * 2
 }
 
-/// Device memory when everything but the KV cells is there.
+/// The device memory when everything except the KV cells is allocated.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Room {
-    /// Of the device, bytes.
+pub struct MemoryBudget {
+    /// Memory of the device, bytes.
     pub total: usize,
-    /// Free now, bytes.
+    /// Free memory, bytes.
     pub free: usize,
-    /// Share of the total that the process may use, 0 to 1.
+    /// Share of the total that may be in use, 0 to 1.
     pub utilization: f64,
 }
 
-/// KV cells that fit: `total * utilization - used - graphs`, less the device's dummy cell, where what others use
-/// counts as used.
+/// Returns the number of KV cells that fit into `total * utilization - used - GRAPH_RESERVE_BYTES`, less the device's
+/// dummy cell. Memory of other processes counts as used.
 ///
-/// Errors: fewer than `min`, with the numbers.
-pub fn n_cells(room: Room, cell_bytes: usize, min: usize) -> Result<usize, DeviceError> {
-    let allowed = (room.total as f64 * room.utilization) as usize;
-    let used = room.total.saturating_sub(room.free);
+/// Errors: fewer than `min` cells fit; the text has the numbers.
+pub fn n_cells(budget: MemoryBudget, cell_bytes: usize, min: usize) -> Result<usize, DeviceError> {
+    let allowed = (budget.total as f64 * budget.utilization) as usize;
+    let used = budget.total.saturating_sub(budget.free);
     let left = allowed.saturating_sub(used).saturating_sub(GRAPH_RESERVE_BYTES);
     let n = (left / cell_bytes).saturating_sub(1);
     if n >= min {
@@ -77,11 +101,11 @@ pub fn n_cells(room: Room, cell_bytes: usize, min: usize) -> Result<usize, Devic
     Err(DeviceError::Cuda {
         op: "size the KV cache".to_owned(),
         status: format!(
-            "{min} cells of {cell_bytes} bytes are needed, {n} fit: of {} MiB a share of {} may be used, {} MiB are, \
-             and {} MiB are kept for graphs; raise gpu_memory_utilization, or lower max_model_len or \
+            "{min} cells of {cell_bytes} bytes are needed, {n} fit: of {} MiB a share of {} may be used, {} MiB are \
+             used, and {} MiB are kept for graphs; raise gpu_memory_utilization, or lower max_model_len or \
              max_num_batched_tokens",
-            mib(room.total),
-            room.utilization,
+            mib(budget.total),
+            budget.utilization,
             mib(used),
             mib(GRAPH_RESERVE_BYTES)
         ),
@@ -95,7 +119,7 @@ mod tests {
     const GIB: usize = 1 << 30;
 
     #[test]
-    fn arrays_are_aligned_and_apart_counted_or_placed() {
+    fn counting_and_placing_use_the_same_aligned_offsets() {
         let (mut counted, mut placed) = (Arena::counting(), Arena::placing(DevicePtr::of_test(0x1000, 1280)));
         let sizes = [1, 256, 257, 0, 3];
         let offsets = sizes.map(|n| placed.take(n).address() - 0x1000);
@@ -108,12 +132,12 @@ mod tests {
     }
 
     #[test]
-    fn cells_take_what_the_share_leaves() {
+    fn cells_fill_the_allowed_share_of_memory() {
         // 80 GiB, of which 16 are used: 72 - 16 GiB less the reserve, in cells of 64 KiB, less one.
-        let room = Room { total: 80 * GIB, free: 64 * GIB, utilization: 0.9 };
-        assert_eq!(n_cells(room, 64 << 10, 1).unwrap(), (56 * GIB - GRAPH_RESERVE_BYTES) / (64 << 10) - 1);
-        // Another process's memory is nobody's to give.
-        let crowded = Room { free: 8 * GIB, ..room };
+        let budget = MemoryBudget { total: 80 * GIB, free: 64 * GIB, utilization: 0.9 };
+        assert_eq!(n_cells(budget, 64 << 10, 1).unwrap(), (56 * GIB - GRAPH_RESERVE_BYTES) / (64 << 10) - 1);
+        // Memory of another process counts as used.
+        let crowded = MemoryBudget { free: 8 * GIB, ..budget };
         let text = n_cells(crowded, 64 << 10, 4096).unwrap_err().to_string();
         for part in ["4096 cells", "0 fit", "81920 MiB", "0.9", "73728 MiB", "gpu_memory_utilization"] {
             assert!(text.contains(part), "{part} is not in: {text}");

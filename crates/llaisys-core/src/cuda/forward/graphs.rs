@@ -1,10 +1,10 @@
-//! Decode steps as captured graphs: one for each number of rows that steps are rounded up to, and each kind of step.
+//! Decode steps as captured graphs: one graph for each bucket of rows and each kind of step.
 
 use crate::cuda::device::{Device, GraphId};
 use crate::error::DeviceError;
 use std::collections::BTreeMap;
 
-/// What a graph is made for.
+/// The steps that one graph serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Kind {
     /// Rows, padding included.
@@ -13,7 +13,8 @@ pub(super) struct Kind {
     pub(super) logprobs: bool,
 }
 
-/// Into how many rows a step of `n` is padded, at most `n_max`: 1, 2, 4, 8, 16, 24, 32, then steps of 16.
+/// Returns the number of rows that a step of `n` rows is padded to: 1, 2, 4, 8, 16, 24, 32, then multiples of 16, up to
+/// `n_max`.
 pub(super) fn bucket_of(n: usize, n_max: usize) -> usize {
     let bucket = match n {
         0..=8 => n.next_power_of_two(),
@@ -23,13 +24,13 @@ pub(super) fn bucket_of(n: usize, n_max: usize) -> usize {
     bucket.min(n_max)
 }
 
-/// How far a kind of step has come.
+/// The state of a kind of step that has run.
 #[derive(Debug, Clone, Copy)]
 enum Stage {
-    /// It was done launch by launch: its kernels and plans are loaded, which a capture could not do.
+    /// It has run kernel by kernel. Its kernels and plans are loaded, which a capture cannot do.
     Warm,
     Captured(GraphId),
-    /// Its capture failed: it is done launch by launch for ever.
+    /// Its capture failed: it always runs kernel by kernel.
     Refused,
 }
 
@@ -43,25 +44,25 @@ pub(super) struct Graphs {
 }
 
 impl Graphs {
-    /// None as yet; with `is_on` false there never is one.
+    /// Returns an empty set. With `is_on` false no graph is ever captured.
     pub(super) fn new(is_on: bool) -> Self {
         Self { is_on, stages: BTreeMap::new(), was_refused: false, refusal: None }
     }
 
-    /// Why the first capture that failed did; told once.
+    /// Returns once why the first failed capture failed.
     pub(super) fn take_refusal(&mut self) -> Option<String> {
         self.refusal.take()
     }
 
-    /// Kinds of steps that are replayed.
+    /// Returns the number of captured graphs.
     pub(super) fn n_captured(&self) -> usize {
         self.stages.values().filter(|stage| matches!(stage, Stage::Captured(_))).count()
     }
 
-    /// Does `launches`, which are the same whenever `kind` is: by themselves the first time, as one replayed launch
-    /// from the second time on.
+    /// Runs `launches`, which are the same for every step of `kind`. The first time they run one by one. From the
+    /// second time on they are captured and replayed.
     ///
-    /// Errors: the device's; not those of a capture.
+    /// Errors: the device's, except those of a capture.
     pub(super) fn run(
         &mut self,
         device: &dyn Device,
@@ -92,7 +93,7 @@ impl Graphs {
     ) -> Option<GraphId> {
         let captured = device.begin_capture().and_then(|()| {
             let noted = launches();
-            // In any case, so that the device is out of the capture.
+            // Also after an error, because the device must leave the capture.
             let graph = device.end_capture();
             noted.and(graph)
         });
@@ -106,7 +107,7 @@ impl Graphs {
                 if !std::mem::replace(&mut self.was_refused, true) {
                     let n = kind.bucket;
                     let text = format!(
-                        "a decode step of {n} rows is launched kernel by kernel, as it is no graph: {cause}"
+                        "a decode step of {n} rows is launched kernel by kernel: its graph was not captured: {cause}"
                     );
                     self.refusal = Some(text);
                 }
@@ -121,7 +122,7 @@ mod tests {
     use super::bucket_of;
 
     #[test]
-    fn buckets_are_those_of_the_design_up_to_the_most_rows() {
+    fn buckets_grow_in_steps_up_to_the_most_rows() {
         let of = |n| bucket_of(n, 256);
         assert_eq!(
             [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 256].map(of),

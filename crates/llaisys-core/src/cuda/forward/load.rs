@@ -1,5 +1,5 @@
-//! A checkpoint's tensors in device memory, or a rank's part of them: matrices in the device's 16-bit type, dequantised on
-//! the way, those that share an input one below the other; norms in f32.
+//! Loads a checkpoint's tensors, or a rank's part of them, into device memory. Matrices are dequantized and converted
+//! to the device's 16-bit type; matrices that share an input are stacked. Norms are f32.
 
 use super::arena::Arena;
 use crate::arch::weight_id::{LayerWeight, WeightId};
@@ -14,7 +14,7 @@ use crate::threads::Pool;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Bytes that are converted before they are copied.
+/// Bytes that are converted at once before they are uploaded.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// One decoder layer; biases and norms that the model lacks are NULL.
@@ -45,17 +45,17 @@ pub struct DeviceLayer {
 pub struct DeviceWeights {
     /// `[vocab_size, d_model]`, whole on every rank.
     pub embed: DevicePtr,
-    /// `[n_head_rows, d_model]`: of the embedding, if the head is tied.
+    /// `[n_head_rows, d_model]`; a part of `embed` if the head is tied.
     pub head: DevicePtr,
     /// `[d_model]` f32
     pub output_norm: DevicePtr,
     /// In order of depth.
     pub layers: Vec<DeviceLayer>,
-    /// Of all together.
+    /// Bytes of all tensors.
     pub n_bytes: usize,
 }
 
-/// The type that a checkpoint's weights have on a device: f16 of f16, else bf16.
+/// Returns the type of a checkpoint's weights on a device: f16 for f16, else bf16.
 pub fn element_of(checkpoint: &Checkpoint) -> Element {
     match checkpoint.tensor(WeightId::Embed).map(|tensor| tensor.dtype) {
         Some(DType::F16) => Element::F16,
@@ -63,21 +63,21 @@ pub fn element_of(checkpoint: &Checkpoint) -> Element {
     }
 }
 
-/// Rows of the head that a rank has. Of several, each has as many, and they begin where the library wants a matrix to
-/// begin; those behind the vocabulary are zeros.
+/// Returns the rows of the head that each rank has. With several ranks the number is a multiple of 16, so that each
+/// part has the alignment that cublasLt wants. Rows behind the vocabulary are zeros.
 pub fn n_head_rows(vocab_size: usize, world: usize) -> usize {
     if world == 1 { vocab_size } else { vocab_size.div_ceil(world).next_multiple_of(16) }
 }
 
-/// Bytes of [`load`]'s arena.
+/// Returns the bytes of [`load`]'s arena.
 pub fn n_bytes(checkpoint: &Checkpoint, shard: Shard) -> Result<usize> {
     let mut counter = Loader { checkpoint, shard, target: None, arena: Arena::counting() };
     counter.weights()?;
     Ok(counter.arena.n_bytes())
 }
 
-/// Copies every tensor, or the part of it that the device's rank has, to one arena on `device`. Errors: the device's; a file
-/// that was truncated, the system's; no memory.
+/// Copies every tensor, or the part of it that the device's rank has, to one arena on `device`. Errors: the device's; a
+/// truncated file; the system's; too little memory.
 pub fn load(
     device: &dyn Device,
     checkpoint: &Checkpoint,
@@ -93,7 +93,7 @@ pub fn load(
     Ok(weights)
 }
 
-/// The part of a model that a device has.
+/// Returns the part of a model that a device has.
 pub fn shard_of(device: &dyn Device) -> Shard {
     Shard { rank: device.rank(), world: device.world() }
 }
@@ -105,7 +105,7 @@ struct Target<'a> {
     pool: &'a Pool,
 }
 
-/// Walks through a model's tensors: counts them, or copies them as well.
+/// Visits a model's tensors in order: counts their bytes, and copies them if there is a target.
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     shard: Shard,
@@ -147,50 +147,51 @@ impl Loader<'_> {
         })
     }
 
-    /// This rank's rows and columns of a tensor; a vector's elements are rows of one. Rows may reach beyond the last.
-    fn part(&self, slot: WeightId) -> (Range<usize>, Range<usize>) {
+    /// Returns this rank's rows and columns of a tensor. A vector's elements are rows of one column. Rows may extend
+    /// beyond the last.
+    fn part(&self, id: WeightId) -> (Range<usize>, Range<usize>) {
         let (config, Shard { rank, world }) = (self.checkpoint.config(), self.shard);
-        let shape = config.shape(slot);
+        let shape = config.shape(id);
         let n_head_rows = n_head_rows(config.vocab_size, world);
-        let rows = match slot {
-            // The head's rows are among them.
+        let rows = match id {
+            // Includes the head's rows of all ranks.
             WeightId::Embed if config.tied_head => 0..world * n_head_rows,
             WeightId::Embed => 0..config.vocab_size,
             WeightId::LmHead => rank * n_head_rows..(rank + 1) * n_head_rows,
-            WeightId::OutputNorm | WeightId::Layer(..) => self.shard.rows(slot, shape[0]),
+            WeightId::OutputNorm | WeightId::Layer(..) => self.shard.rows(id, shape[0]),
         };
-        (rows, shape.get(1).map_or(0..1, |&n_columns| self.shard.plain_columns(slot, n_columns)))
+        (rows, shape.get(1).map_or(0..1, |&n_columns| self.shard.plain_columns(id, n_columns)))
     }
 
-    fn part_bytes(&self, slot: WeightId) -> usize {
-        let (rows, columns) = self.part(slot);
+    fn part_bytes(&self, id: WeightId) -> usize {
+        let (rows, columns) = self.part(id);
         rows.len() * columns.len() * 2
     }
 
-    /// Tensors one below the other, in the device's type.
-    fn matrix(&mut self, slots: &[WeightId]) -> Result<DevicePtr> {
-        let n_bytes = slots.iter().map(|&slot| self.part_bytes(slot)).sum();
+    /// Stacks tensors, in the device's type.
+    fn matrix(&mut self, ids: &[WeightId]) -> Result<DevicePtr> {
+        let n_bytes = ids.iter().map(|&id| self.part_bytes(id)).sum();
         let at = self.arena.take(n_bytes);
         if let Some(target) = self.target {
             let mut to = at;
-            for &slot in slots {
-                self.copy(target, slot, to)?;
-                to = to.at(self.part_bytes(slot));
+            for &id in ids {
+                self.copy(target, id, to)?;
+                to = to.at(self.part_bytes(id));
             }
         }
         Ok(at)
     }
 
-    /// Copies this rank's part of a tensor, row by row in the order that the forward pass wants.
-    fn copy(&self, target: Target<'_>, slot: WeightId, to: DevicePtr) -> Result<()> {
+    /// Copies this rank's part of a tensor, row by row in the order that the forward pass uses.
+    fn copy(&self, target: Target<'_>, id: WeightId, to: DevicePtr) -> Result<()> {
         let config = self.checkpoint.config();
-        let (stored, first) = config.stored_weight(slot);
-        let shape = config.shape(slot);
+        let (stored, first) = config.stored_weight(id);
+        let shape = config.shape(id);
         let n_columns = shape.get(1).copied().unwrap_or(1);
-        let (rows, columns) = self.part(slot);
-        // Of this rank's, those that there are.
+        let (rows, columns) = self.part(id);
+        // This rank's rows that exist.
         let n_rows = rows.end.min(shape[0]).saturating_sub(rows.start);
-        // A vector's elements are rows of one, as its order is that of a matrix's rows.
+        // A vector's elements are rows of one column, because they have the order of a matrix's rows.
         let is_vector = shape.len() < 2;
         let begin = first + rows.start.min(shape[0]);
         let read = if is_vector { 0..1 } else { begin..begin + n_rows };
@@ -198,7 +199,7 @@ impl Loader<'_> {
         let tensor = self.checkpoint.read(stored, read.clone(), &mut buffer, target.pool)?;
         let view = tensor.view();
         let row = |n: usize| {
-            let n = first + self.checkpoint.stored_row(slot, n);
+            let n = first + self.checkpoint.stored_row(id, n);
             if is_vector { element(view.row(0), n) } else { view.row(n - read.start) }
         };
         let row_bytes = columns.len() * 2;
@@ -216,29 +217,30 @@ impl Loader<'_> {
         }
     }
 
-    /// A norm's weights in f32.
-    fn vector(&mut self, slot: WeightId) -> Result<DevicePtr> {
-        let n = self.checkpoint.config().shape(slot)[0];
+    /// Copies a norm's weights as f32.
+    fn vector(&mut self, id: WeightId) -> Result<DevicePtr> {
+        let n = self.checkpoint.config().shape(id)[0];
         let at = self.arena.take(n * size_of::<f32>());
         if let Some(Target { device, pool, .. }) = self.target {
             let mut buffer = Vec::new();
-            let tensor = self.checkpoint.read(slot, 0..1, &mut buffer, pool)?;
+            let tensor = self.checkpoint.read(id, 0..1, &mut buffer, pool)?;
             let mut values = vec![0.0; n];
             dequantize_row(tensor.view().row(0), &mut values);
-            let offset = self.checkpoint.offset(slot);
+            let offset = self.checkpoint.offset(id);
             device.upload_words(at, values.iter().map(|value| (value + offset).to_bits()))?;
         }
         Ok(at)
     }
 }
 
-/// Element `n` of a row that is stored in numbers.
+/// Returns element `n` of a row that is not quantized.
 fn element(row: RowView<'_>, n: usize) -> RowView<'_> {
     let size = if row.dtype == DType::F32 { 4 } else { 2 };
     RowView { dtype: row.dtype, bytes: &row.bytes[n * size..(n + 1) * size] }
 }
 
-/// The `columns` of rows of `n_columns` in the target's type, to the nearest; the threads share them.
+/// Writes the `columns` of rows of `n_columns` elements to `out`, rounded to the target's type. The threads share the
+/// rows.
 fn convert<'r>(
     target: Target<'_>,
     row: &(dyn Fn(usize) -> RowView<'r> + Sync),
@@ -261,7 +263,7 @@ fn convert<'r>(
     });
 }
 
-/// A number in a 16-bit type, to the nearest.
+/// Returns `value` rounded to a 16-bit type.
 pub(super) fn bytes_of(element: Element, value: f32) -> [u8; 2] {
     match element {
         Element::F16 => f16::from_f32(value).to_le_bytes(),

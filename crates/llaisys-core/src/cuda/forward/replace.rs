@@ -1,13 +1,13 @@
-//! A tensor's new values, in place of those that were loaded.
+//! Replaces the values of a loaded tensor.
 
-use super::DeviceDecoder;
+use super::decoder::DeviceDecoder;
 use super::load::{DeviceLayer, bytes_of};
 use crate::arch::weight_id::{LayerWeight, WeightId};
 use crate::cuda::device::{Device, DevicePtr};
 use crate::error::{Result, Unsupported};
 use crate::forward::weights::Replacement;
 
-/// Where a tensor lies on the device.
+/// The place of a tensor on the device.
 enum Place {
     /// f32
     Norm(DevicePtr),
@@ -16,11 +16,11 @@ enum Place {
 }
 
 impl DeviceDecoder {
-    /// As [`Weights::replace`](crate::forward::weights::Weights::replace): rounded to the weights' type, after what was
-    /// started before. Errors: a tensor that has no place of its own on the device; the device's.
-    pub fn replace(&self, device: &dyn Device, slot: WeightId, values: &Replacement<'_>) -> Result<()> {
-        let n_rows = self.config.shape(slot)[0];
-        match self.place(slot) {
+    /// As [`Weights::replace`](crate::forward::weights::Weights::replace): rounds to the weights' type, in the order of
+    /// the device's work. Errors: the tensor is not stored separately on the device; the device's.
+    pub fn replace(&self, device: &dyn Device, id: WeightId, values: &Replacement<'_>) -> Result<()> {
+        let n_rows = self.config.shape(id)[0];
+        match self.place(id) {
             Some(Place::Norm(at)) => {
                 let value = |n| values.row(n)[0] + values.offset;
                 device.upload_words(at, (0..n_rows).map(|n| value(n).to_bits()))?;
@@ -38,9 +38,9 @@ impl DeviceDecoder {
         Ok(())
     }
 
-    fn place(&self, slot: WeightId) -> Option<Place> {
+    fn place(&self, id: WeightId) -> Option<Place> {
         let weights = &self.weights;
-        Some(match slot {
+        Some(match id {
             WeightId::Embed => Place::Rows(weights.embed),
             WeightId::LmHead => Place::Rows(weights.head),
             WeightId::OutputNorm => Place::Norm(weights.output_norm),

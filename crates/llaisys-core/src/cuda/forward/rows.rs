@@ -1,6 +1,6 @@
-//! The rows of a pass as kernels read them: all arrays in one piece of memory, which is uploaded at once.
+//! The rows of a pass as kernels read them. All arrays are in one piece of memory and uploaded together.
 
-use super::DeviceLimits;
+use super::arena::DeviceLimits;
 use crate::arch::config::ModelConfig;
 use crate::cuda::device::{Device, DevicePtr};
 use crate::cuda::ops::attn_prefill::{Tile, tiles};
@@ -8,10 +8,10 @@ use crate::error::DeviceError;
 use crate::forward::decoder::ForwardRows;
 use crate::ops::{AttentionRow, AttentionRows};
 
-/// Arrays begin on such a boundary.
+/// Alignment of every array, bytes.
 const ALIGNMENT: usize = 16;
 
-/// Which cells each row sees. A row sees `cells[start + n_hidden..start + n_visible]`.
+/// The cells that each row sees: `cells[start + n_hidden..start + n_visible]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Seen {
     /// Lists of cells, u32.
@@ -22,9 +22,9 @@ pub struct Seen {
     pub n_hidden: DevicePtr,
     /// `[n]` i32
     pub n_visible: DevicePtr,
-    /// `[n_tiles]` of [`Tile`]: of rows that are not alone in their sequence.
+    /// `[n_tiles]` of [`Tile`]: the rows after [`DeviceRows::n_alone`].
     pub tiles: DevicePtr,
-    /// Tiles.
+    /// Number of tiles.
     pub n_tiles: usize,
 }
 
@@ -35,28 +35,28 @@ pub struct DeviceRows {
     pub tokens: DevicePtr,
     /// `[n]` i32
     pub positions: DevicePtr,
-    /// `[n]` u32, the device's numbers of cells.
+    /// `[n]` u32, the device's cell numbers.
     pub cells: DevicePtr,
-    /// What rows see.
+    /// The cells that rows see.
     pub full: Seen,
-    /// What they see of that in layers with a window.
+    /// The cells that rows see in layers with a window.
     pub windowed: Option<Seen>,
-    /// The rows before the first that is not alone in its sequence.
+    /// The number of leading rows that are the only one of their sequence.
     pub n_alone: usize,
 }
 
-/// Bytes of [`upload`]'s arrays at most.
+/// Returns the most bytes of [`upload`]'s arrays.
 pub fn n_bytes(config: &ModelConfig, limits: &DeviceLimits) -> usize {
     let array = |n_bytes: usize| n_bytes.next_multiple_of(ALIGNMENT);
     let (rows, group) = (array(4 * limits.n_rows), config.n_heads / config.n_kv_heads);
-    // A sequence of few rows has a tile of its own.
+    // At worst every row is a sequence with its own tiles.
     let tiles = limits.n_rows * (1 + group / 64) * Tile::BYTES;
     let seen = array(4 * limits.n_listed) + 3 * rows + array(tiles);
     3 * rows + if config.window.is_some() { 2 * seen } else { seen }
 }
 
-/// Copies the arrays of a pass to `base`, in one copy. `rows` has the books' numbers of cells: the device's are one
-/// higher, as its cell 0 takes what padding rows write. `group`: query heads that read one head of keys.
+/// Copies the arrays of a pass to `base`, in one copy. `rows` has the KV cache's cell numbers. The device's are one
+/// higher, because padding rows write to its cell 0. `group`: query heads that read one KV head.
 ///
 /// Errors: the device's.
 pub fn upload(
@@ -79,7 +79,7 @@ pub fn upload(
     Ok(rows)
 }
 
-/// Rows from the first on that have no other row of their sequence beside them.
+/// Returns the number of leading rows that are the only one of their sequence.
 fn n_alone(rows: &[AttentionRow]) -> usize {
     rows.chunk_by(|a, b| a.start == b.start).take_while(|sequence| sequence.len() == 1).count()
 }
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_that_are_alone_are_counted_up_to_the_first_chunk() {
+    fn single_rows_are_counted_up_to_the_first_chunk() {
         let row = |start| AttentionRow { start, n_hidden: 0, n_visible: 1 };
         let count = |starts: &[u32]| n_alone(&starts.iter().map(|&start| row(start)).collect::<Vec<_>>());
         assert_eq!(count(&[]), 0);

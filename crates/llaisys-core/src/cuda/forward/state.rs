@@ -1,8 +1,8 @@
-//! The state that decode steps keep on the device: each slot's cells, newest token and sampling, and the arrays of a step's
-//! rows. Kernels read every value that varies from step to step from here, so that a step can be captured.
+//! The state that decode steps keep on the device: each slot's cells, newest token and sampling, and the arrays of a
+//! step's rows. Kernels read every value that varies between steps from here, so a step can be captured.
 
-use super::DeviceDecoder;
 use super::arena::Arena;
+use super::decoder::DeviceDecoder;
 use super::graphs::Kind;
 use super::rows::{DeviceRows, Seen};
 use super::slots::{Attached, Slot, Synced};
@@ -42,11 +42,11 @@ pub(super) struct SlotCell {
 /// Bytes of a row of the plan: slot and new cell, u32 each.
 const PLAN_BYTES: usize = 8;
 
-/// The slots' state. Slot `s` of the host is slot `s + 1` of the device, whose slot 0 is of padding rows.
+/// The slots' state. Slot `s` of the host is slot `s + 1` of the device, whose slot 0 belongs to padding rows.
 #[derive(Debug)]
 pub(super) struct State {
     limits: StateLimits,
-    /// Of layers with a window; 0 if there are none.
+    /// The window of layers that have one; 0 if there are none.
     window: usize,
     tables: SampleTables,
     memory: StateMemory,
@@ -65,7 +65,7 @@ struct StateMemory {
     /// `[n_rows]` of [`PLAN_BYTES`]
     plan: DevicePtr,
     rows: StepRows,
-    /// `[n_rows]` i32: what is hidden from rows in layers without a window.
+    /// `[n_rows]` i32, zeros: `n_hidden` of layers without a window.
     none_hidden: DevicePtr,
     /// `[n_rows, vocab_size]` f32
     edited: DevicePtr,
@@ -77,7 +77,7 @@ struct StateMemory {
 impl State {
     /// Allocates the memory, which must happen before the KV cells are counted.
     ///
-    /// Errors: `Unsupported` for a vocabulary that the sampler cannot do; those of the device.
+    /// Errors: `Unsupported` for a vocabulary that is too large for the sampler; the device's.
     pub(super) fn new(device: &dyn Device, config: &ModelConfig, limits: StateLimits) -> Result<Self> {
         let functions = sample::functions().into_iter().chain([step::begin_function()]);
         device.prepare(&functions.collect::<Vec<_>>().iter().collect::<Vec<_>>())?;
@@ -87,7 +87,7 @@ impl State {
         let n_bytes = StateMemory::place(limits, vocab_size, Arena::counting()).1;
         let base = device.alloc("the state of sequences", n_bytes)?;
         let memory = StateMemory::place(limits, vocab_size, Arena::placing(base)).0;
-        // The slot of padding rows has no cells for ever, and nothing is hidden.
+        // The slot of padding rows never has cells, and nothing is hidden.
         for by_slot in [memory.lengths, memory.bases, memory.last_tokens] {
             device.fill(by_slot, 0, 4 * (1 + n_slots))?;
         }
@@ -100,8 +100,10 @@ impl State {
         self.limits
     }
 
-    /// Uploads the state of a sequence whose next token is `token` at `position`, after the cells that `list` returns (the KV
-    /// cache's numbers). Uploads nothing if the last step left that state.
+    /// Uploads the state of a sequence whose next token is `token` at `position`, after the cells that `list` returns
+    /// (the KV cache's numbers). Uploads nothing if the device has that state from the last step.
+    ///
+    /// Panics if the sequence has no room for a cell. Errors: the device's.
     pub(super) fn sync(
         &mut self,
         device: &dyn Device,
@@ -138,7 +140,7 @@ impl State {
         Ok(())
     }
 
-    /// Uploads the sampling of a slot's sequence, and its mask, where the tables have another.
+    /// Uploads the sampling of a slot's sequence if the tables differ, and its mask.
     ///
     /// Errors: the device's. A sequence whose sampling does not fit the tables is never in a step.
     pub(super) fn sync_sampling(
@@ -167,6 +169,8 @@ impl State {
     }
 
     /// Uploads the plan of a step: a slot and its new cell for each row, then padding up to the bucket.
+    ///
+    /// Panics if a slot's state is not on the device, or has no room for a cell.
     pub(super) fn plan(
         &mut self,
         device: &dyn Device,
@@ -177,22 +181,28 @@ impl State {
         let planned = rows.iter().map(|row| [row.slot as u32 + 1, row.cell + 1]);
         // Recorded first: if the step fails, its slots no longer match.
         for row in rows {
-            if let Some(synced) = &mut self.slots[row.slot].synced {
-                synced.length += 1;
-            }
+            let synced = self.slots[row.slot].synced.as_mut().expect("a step has synced slots only");
+            assert!(synced.length < self.limits.max_len, "{} cells of a sequence", synced.length);
+            synced.length += 1;
         }
         device.upload_words(self.memory.plan, planned.chain(padding).flatten())
     }
 
-    /// Launches the kernels of a step whose plan is on the device. They depend on its kind alone.
-    pub(super) fn launch(
+    /// Launches the kernels of a step whose plan is on the device. They depend only on its kind.
+    ///
+    /// Errors: the device's.
+    ///
+    /// # Safety
+    /// The slots of the plan, and the cells of the slots and of the plan, are `decoder`'s. Their positions are below
+    /// its `max_len`, and their tokens below its vocabulary size.
+    pub(super) unsafe fn launch(
         &self,
         device: &dyn Device,
         decoder: &DeviceDecoder,
         kind: Kind,
     ) -> Result<(), DeviceError> {
         let (memory, rows) = (&self.memory, self.memory.rows);
-        StepBegin {
+        let begin = StepBegin {
             plan: memory.plan,
             cell_table: memory.cell_table,
             lengths: memory.lengths,
@@ -202,8 +212,9 @@ impl State {
             n_rows: kind.bucket,
             max_len: self.limits.max_len,
             window: self.window,
-        }
-        .launch(device)?;
+        };
+        // SAFETY: `plan` indexed `slots` with each slot and asserted that it has room for a cell.
+        unsafe { begin.launch(device) }?;
         let windowed = Seen {
             cells: memory.cell_table,
             start: rows.starts,
@@ -220,8 +231,9 @@ impl State {
             windowed: (self.window > 0).then_some(windowed),
             n_alone: kind.bucket,
         };
-        let logits = decoder.forward_resident(device, resident, kind.bucket)?;
-        Sample {
+        // SAFETY: `step_begin` writes rows of the plan's slots, whose values the caller promises, and of padding.
+        let logits = unsafe { decoder.forward_resident(device, resident, kind.bucket) }?;
+        let sample = Sample {
             tables: &self.tables,
             logits,
             edited: memory.edited,
@@ -237,11 +249,12 @@ impl State {
                 DevicePtr::NULL
             },
             n_rows: kind.bucket,
-        }
-        .launch(device)
+        };
+        // SAFETY: as for `begin`; the tables have rows of `max_len` tokens, and positions are below it.
+        unsafe { sample.launch(device) }
     }
 
-    /// Returns where the outcomes of a step are, and their bytes.
+    /// Returns the array of a step's outcomes, and its bytes.
     pub(super) fn outcomes(&self, kind: Kind) -> (DevicePtr, usize) {
         let of_row = RESULT_BYTES + if kind.logprobs { TOP_BYTES } else { 0 };
         (self.memory.outcomes, kind.bucket * of_row)

@@ -1,11 +1,11 @@
-//! Decode steps whose state is on the device: the host sends each row's slot and new cell and reads tokens back. It
-//! launches the next step of the same rows before it has them ([`OverlapState`]).
+//! Decode steps whose state is on the device. The host uploads each row's slot and new cell and reads tokens back. It
+//! launches the next step of the same rows before it has the tokens ([`OverlapState`]).
 //!
-//! A decode is [`Steps::launch`], [`Steps::launch_next`], [`Steps::collect`], in this order. A decode may fail or stop in
-//! between: the host records what a step does to the device before the launch, and the next launch compares that with
-//! what its rows need.
+//! A decode is [`Steps::launch`], [`Steps::launch_next`], [`Steps::collect`], in this order. A decode may fail or stop
+//! in between: the host records a step's changes of the device before the launch, and the next launch compares the
+//! record with what its rows need.
 
-use super::DeviceDecoder;
+use super::decoder::DeviceDecoder;
 use super::graphs::{Graphs, Kind, bucket_of};
 use super::slots::Sampling;
 pub use super::state::StateLimits;
@@ -19,7 +19,7 @@ use crate::error::{DeviceError, Result};
 use crate::sample::{Outcome, SamplerSpec};
 use std::collections::VecDeque;
 
-/// How steps are launched; their results do not depend on it.
+/// How steps are launched. Results do not depend on it.
 #[derive(Debug, Clone, Copy)]
 pub struct StepSettings {
     /// Launch the next step before the tokens of the last one are known.
@@ -37,7 +37,7 @@ pub struct SequenceSlot {
     pub index: usize,
 }
 
-/// What a step runs on.
+/// The device and the model that a step runs on.
 #[derive(Debug, Clone, Copy)]
 pub struct Target<'a> {
     /// The device.
@@ -61,8 +61,8 @@ pub struct StepRow<'a> {
     pub mask: Option<&'a [u32]>,
 }
 
-/// Returns the cells of a row's sequence before the row's own, by the KV cache's numbers, in position order. Called only
-/// for rows whose sequence changed since the last step.
+/// Returns the cells of a row's sequence before the row's own, by the KV cache's numbers, in position order. Called
+/// only for rows whose sequence changed since the last step.
 pub type CellsBefore<'a> = dyn Fn(&StepRow<'_>) -> Vec<u32> + 'a;
 
 /// The decode steps of a model on a device.
@@ -76,7 +76,7 @@ pub struct Steps {
     current: Vec<Current>,
 }
 
-/// A step whose outcomes are there after `event`.
+/// A step whose outcomes are complete after `event`.
 #[derive(Debug, Clone, Copy)]
 struct Launched {
     event: Event,
@@ -98,7 +98,7 @@ struct Current {
 impl Steps {
     /// Allocates the state's memory, which must happen before the KV cells get the rest.
     ///
-    /// Errors: `Unsupported` for a vocabulary that the sampler cannot do; the device's.
+    /// Errors: `Unsupported` for a vocabulary that is too large for the sampler; the device's.
     pub fn new(
         device: &dyn Device,
         config: &ModelConfig,
@@ -146,8 +146,8 @@ impl Steps {
         self.state.slots[slot].can_sample_after(position)
     }
 
-    /// The sequence changes, or its tokens are computed, by other means than a step: drops its row in flight, and uploads
-    /// its cells before its next step.
+    /// The sequence changes, or its tokens are computed, by other means than a step: drops its row in flight, and
+    /// uploads its cells before its next step.
     pub fn invalidate_sequence(&mut self, slot: SequenceSlot) {
         self.overlap.invalidate_sequence(slot.sequence);
         self.state.slots[slot.index].synced = None;
@@ -174,16 +174,17 @@ impl Steps {
         self.graphs.n_captured()
     }
 
-    /// Launches those of `rows` that are not in flight: at most as many rows as the limits say, at most one of a slot,
-    /// each with [`Steps::can_sample_after`] its position.
+    /// Launches those of `rows` that are not in flight. There are at most `n_rows` rows, at most one per slot, each
+    /// with [`Steps::can_sample_after`] its position.
     ///
-    /// Errors: the device's.
+    /// Panics on a token, position or cell that does not exist. Errors: the device's.
     pub fn launch(
         &mut self,
         target: Target<'_>,
         rows: &[StepRow<'_>],
         cells_before: &CellsBefore<'_>,
     ) -> Result<()> {
+        rows.iter().for_each(|row| check_row(target.decoder, row));
         for row in rows.iter().filter(|row| row.mask.is_some()) {
             self.overlap.invalidate_sequence(row.slot.sequence);
         }
@@ -198,7 +199,12 @@ impl Steps {
                 continue;
             }
             let slot = row.slot.index;
-            self.state.sync(target.device, slot, row.next_token(), &|| cells_before(row))?;
+            let cells_before = || {
+                let cells = cells_before(row);
+                target.decoder.check_cells(&cells);
+                cells
+            };
+            self.state.sync(target.device, slot, row.next_token(), &cells_before)?;
             self.state.sync_sampling(target.device, slot, row.mask)?;
             fresh.push(SlotCell { slot, cell: row.cell });
         }
@@ -221,8 +227,9 @@ impl Steps {
     /// Launches the next step of the decode's rows: `next_cells` has the cell of each next token if the next decode has
     /// the same rows. Rows with a mask are left out, because their next token needs the host.
     ///
-    /// Errors: the device's.
+    /// Panics on a cell that does not exist. Errors: the device's.
     pub fn launch_next(&mut self, target: Target<'_>, next_cells: &[u32]) -> Result<()> {
+        target.decoder.check_cells(next_cells);
         let max_len = self.state.limits().max_len;
         let goes_on = |current: &&Current| !current.masked && (current.row.position as usize) + 1 < max_len;
         let (slots, rows): (Vec<usize>, Vec<NextRow>) = self
@@ -280,16 +287,20 @@ impl Steps {
         let Target { device, decoder } = target;
         let logprobs = rows.iter().any(|row| self.state.slots[row.slot].n_top().is_some());
         let kind = Kind { bucket: bucket_of(rows.len(), self.state.limits().n_rows), logprobs };
+        assert!(self.state.limits().max_len <= decoder.limits.max_len, "the decoder has fewer positions");
         self.state.plan(device, rows, kind.bucket)?;
-        self.graphs.run(device, kind, &|| self.state.launch(device, decoder, kind))?;
+        // SAFETY: `launch` and `launch_next` checked cells, positions and the tokens that the host uploads; the device
+        // samples ids of the vocabulary.
+        let launch = || unsafe { self.state.launch(device, decoder, kind) };
+        self.graphs.run(device, kind, &launch)?;
         let (outcomes, n_bytes) = self.state.outcomes(kind);
         let event = device.read_back(outcomes, n_bytes)?;
         self.launched.push_back(Launched { event, kind });
         Ok(event)
     }
 
-    /// Waits for the outcomes of a step. Those of earlier steps that were not collected are dropped, because read-backs are
-    /// collected in their order.
+    /// Waits for the outcomes of a step. Outcomes of earlier steps that were not collected are dropped, because
+    /// read-backs are collected in their order.
     fn wait(&mut self, device: &dyn Device, event: Event) -> Result<(Kind, Vec<u8>), DeviceError> {
         loop {
             let next = *self.launched.front().expect("the step was launched and not collected");
@@ -301,6 +312,14 @@ impl Steps {
             }
         }
     }
+}
+
+/// Panics unless kernels can index memory with the row's token, position and cell.
+fn check_row(decoder: &DeviceDecoder, row: &StepRow<'_>) {
+    let (vocab_size, max_len) = (decoder.config.vocab_size, decoder.limits.max_len);
+    assert!((row.token as usize) < vocab_size, "token {} of {vocab_size}", row.token);
+    assert!((row.position as usize) < max_len, "position {} of {max_len}", row.position);
+    decoder.check_cells(&[row.cell]);
 }
 
 impl StepRow<'_> {

@@ -1,4 +1,4 @@
-//! What the device's kernels compute; everything else is refused by name, before a weight is read.
+//! Refuses models that the device's kernels cannot compute, by name and before a weight is read.
 
 use crate::arch::config::ModelConfig;
 use crate::arch::spec::QkNorm;
@@ -6,7 +6,7 @@ use crate::cuda::kernel_source::HEAD_WIDTHS;
 use crate::cuda::ops::add_rms_norm::MAX_WIDTH;
 use crate::error::Unsupported;
 
-/// Errors: the first property of the model that no kernel has.
+/// Checks that the kernels support the model. Errors: the first property that they do not support.
 pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported })

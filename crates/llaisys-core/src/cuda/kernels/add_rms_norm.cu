@@ -1,12 +1,12 @@
-// The residual stream takes a branch up and is normed (arXiv:1910.07467): what stands between two products.
+// Adds a branch to the residual stream and computes the RMS norm of the sum (arXiv:1910.07467).
 //
-// residual, x, out [n_rows, width], width a multiple of 8; weight [width] f32; x may be NULL: the residual stream is
-// only normed then. One block a row, which stays in registers.
+// residual, x, out [n_rows, width], width a multiple of 8; weight [width] f32. x may be NULL: then nothing is added.
+// One block per row, which stays in registers.
 //
-// Numerics, as transformers does them: residual + x is rounded to T; mean of squares, root and quotient in f32; the
-// quotient is rounded to T when `rounds_twice` (Llama's form; Gemma's is not), its product with the weight once more.
+// Numerics, as in transformers: residual + x is rounded to T. The mean square, the root and the quotient are in f32.
+// The quotient is rounded to T if `rounds_twice` (Llama, but not Gemma), and so is its product with the weight.
 
-#define LL_MAX_CHUNKS 8  // 16-byte pieces of a row that a thread holds
+#define LL_MAX_CHUNKS 8  // 16-byte pieces of a row per thread
 
 extern "C" __global__ void __launch_bounds__(256) add_rms_norm(T* __restrict__ residual, const T* x,
                                                                const float* __restrict__ weight, T* out,

@@ -1,22 +1,22 @@
-// Attention of rows that are alone in their sequence: one query row against its whole context. One block does one row,
-// one kv head (up to 16 of the query heads that read it) and one split of what the row sees; `attn_merge` puts the
-// splits together.
+// Attention of rows that are the only one of their sequence: one query row and its whole context. One block computes
+// one row, one KV head (up to 16 of the query heads that read it) and one split of the keys that the row sees.
+// `attn_merge` merges the splits.
 //
-// The query heads of a group are the rows of the tensor core's tile, padded to 16: each key and value is read from
-// memory once for the whole group, and the products cost next to nothing beside that. What bounds the speed is how many
-// bytes are on their way, so each of the four warps has keys, copies and softmax of its own (16 keys of every 64), with
-// no barrier of the block before the end.
+// The query heads of a group are the rows of the tensor core's tile, padded to 16. Each key and value is read from
+// memory once for the whole group, and the products cost little compared with that. The bytes in flight bound the
+// speed. So each of the four warps has its own keys (16 of every 64), copies and softmax, and the block has no barrier
+// before the end.
 //
-// The number of splits is the grid's, what is split is read from device memory: a captured launch stays right while
-// contexts grow. A split that gets no keys ends at once; a row that sees nothing (padding) is left as it is.
+// The grid fixes the number of splits, and the kernel reads their bounds from device memory, so a captured launch stays
+// correct while contexts grow. A split without keys ends at once. A row that sees nothing (padding) is not written.
 
 constexpr int WARPS = 4;
 constexpr int KEYS = 16;
-// Keys of a block's step, and what a split's length is a multiple of.
+// Keys of a block's step. A split's length is a multiple of it.
 constexpr int STEP = WARPS * KEYS;
-// Two steps on their way while one is computed, where that leaves room for other blocks; else one.
+// Two steps are in flight while one is computed, if that leaves shared memory for other blocks; otherwise one.
 constexpr int STAGES = D <= 96 ? 3 : 2;
-// Row stride of the warps' sums in shared memory: a half warp's pairs of floats fall into different banks.
+// Row stride of the warps' sums in shared memory: the pairs of floats of a half warp are in different banks.
 constexpr int SUM_STRIDE = D + 8;
 
 struct WarpKeys {
@@ -24,30 +24,30 @@ struct WarpKeys {
     T v[STAGES][KEYS * STRIDE];
 };
 
-// The warps' sums come when all keys are done with, and take their place.
+// The warps' sums reuse the memory of the keys when all keys are processed.
 union Shared {
     WarpKeys keys[WARPS];
     float sums[WARPS][16 * SUM_STRIDE];
 };
 
-// What a block does: rows `head .. head + n_rows` of the row's query heads, keys `begin .. end` of what it sees.
+// The work of a block: query heads `head .. head + n_rows` of the row, and keys `begin .. end` of those that it sees.
 struct Part {
     int head, n_rows, begin, end;
 };
 
-// Keys of a split, so that n_splits of them hold n keys.
+// Keys of a split, so that n_splits of them cover n keys.
 __device__ __forceinline__ int split_length(int n, int n_splits) {
     return ((n + n_splits - 1) / n_splits + STEP - 1) / STEP * STEP;
 }
 
-// The cell of lane i < 16's key of the warp's step at `base`, NO_CELL behind the end.
+// The cell of key i in lane i < 16, for the warp's step at `base`; NO_CELL behind the end.
 __device__ __forceinline__ unsigned cell_of(const unsigned* cells, int base, int end) {
     const int lane = threadIdx.x % 32, key = base + lane;
     return lane < KEYS && key < end ? cells[key] : NO_CELL;
 }
 
-// Starts the copies of a warp's 16 keys and values; lane i has the cell of key i. What is not there becomes zeros,
-// since a weight of zero times whatever memory holds might be NaN.
+// Starts the copies of a warp's 16 keys and values; lane i has the cell of key i. Keys that do not exist become zeros,
+// because a weight of zero times unwritten memory might be NaN.
 __device__ __forceinline__ void fetch(WarpKeys& keys, int stage, const T* k, const T* v, unsigned cell,
                                       unsigned cell_width) {
 #pragma unroll
@@ -65,7 +65,8 @@ __device__ __forceinline__ void fetch(WarpKeys& keys, int stage, const T* k, con
 __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& part, const T* q, const T* k, const T* v,
                                        const unsigned* cells, unsigned cell_width, const Scoring& scoring) {
     const int lane = threadIdx.x % 32, own = part.begin + threadIdx.x / 32 * KEYS;
-    // Cells are read before all copies, later a step before their keys: a gather waits for one trip to memory, not two.
+    // Cells are read before all copies, and later one step before their keys, so that a gather waits for one memory
+    // access and not for two.
     unsigned first[STAGES];
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) first[stage] = cell_of(cells, own + stage * STEP, part.end);
@@ -76,7 +77,7 @@ __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& p
     }
     unsigned next = first[STAGES - 1];
 
-    // The A fragments of the queries, straight from memory; rows beyond the group are zeros.
+    // The A fragments of the queries, directly from memory. Rows beyond the group are zeros.
     unsigned query[D / 16][4];
 #pragma unroll
     for (int c = 0; c < D / 16; ++c)
@@ -88,7 +89,7 @@ __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& p
 
     int stage = 0, done = STAGES - 1;
     for (int base = own; base < part.end; base += STEP) {
-        // The step's keys are there, and every lane is done with the stage before it, which is filled again.
+        // The step's keys have arrived, and every lane is done with the previous stage, which is filled again.
         cp_wait<STAGES - 2>();
         __syncwarp();
         const int coming = base + (STAGES - 1) * STEP;
@@ -110,8 +111,8 @@ __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& p
     }
 }
 
-// The four warps' softmaxes as one, scaled to the common maximum and added in the order of the warps:
-// `store(r, column, max, sum of weights, weighted values of two columns)`.
+// Merges the softmaxes of the four warps: scales them to the common maximum and adds them in the order of the warps.
+// Calls `store(r, column, max, sum of weights, weighted values of two columns)`.
 template <class Store>
 __device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE], Rows& rows, int n_rows,
                                             Store store) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE
             row_sum[warp][lane / 4 + r * 8] = rows.sum[r];
         }
     }
-    // From here on no warp reads keys: the sums take their place.
+    // After this barrier no warp reads keys, and the sums reuse their memory.
     __syncthreads();
     const auto highest = [&](int i) {
         return fmaxf(fmaxf(row_max[0][i], row_max[1][i]), fmaxf(row_max[2][i], row_max[3][i]));
@@ -155,10 +156,11 @@ __device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE
     }
 }
 
-// q [rows, n_heads, D], rows q_width elements apart (they may lie in those of qkv); k, v [cells, n_kv_heads, D]; cells:
-// the lists; start, n_hidden, n_visible [rows]: row r sees cells[start + n_hidden .. start + n_visible].
-// Grid: n_kv_heads * ceil(group / 16), splits, rows. With one split out [rows, n_heads, D] gets the result; else sums
-// [rows, n_heads, splits, D] and stats [rows, n_heads, splits, 2] (maximum, sum of weights) get the splits' share.
+// q [rows, n_heads, D], rows q_width elements apart (they may be a part of qkv); k, v [cells, n_kv_heads, D]; cells:
+// the lists; start, n_hidden, n_visible [rows]: row r sees cells[start + n_hidden .. start + n_visible]. Grid:
+// n_kv_heads * ceil(group / 16), splits, rows. With one split the result is written to out [rows, n_heads, D].
+// Otherwise each split writes sums [rows, n_heads, splits, D] and stats [rows, n_heads, splits, 2] (maximum, sum of
+// weights).
 extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     const T* q, unsigned q_width, const T* k, const T* v, const unsigned* cells, const unsigned* start,
     const int* n_hidden, const int* n_visible, T* out, float* sums, float* stats, int n_kv_heads, int group,
@@ -170,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     const int hidden = n_hidden[row], seen = n_visible[row] - hidden;
     const int length = split_length(seen, n_splits), begin = split * length;
     cells += start[row] + hidden;
-    // All of a block's threads: nobody waits for those that are gone.
+    // All threads of the block return together, so no barrier waits for them.
     if (begin >= seen) return;
     const Part part = {kv_head * group + first, min(group - first, 16), begin, min(begin + length, seen)};
     Rows rows;
@@ -193,9 +195,9 @@ extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     });
 }
 
-// Puts the splits of one head of one row together; grid: n_heads, rows; arrays as attn_decode's. Threads are groups of
-// D / 4, each of which takes every so many-th split, so that all loads are on their way at once; the groups are added
-// in their order.
+// Merges the splits of one head of one row. Grid: n_heads, rows; arrays as attn_decode's. Threads are GROUPS groups of
+// D / 4. Each group loads every GROUPS-th split, so that all loads are in flight at once. The groups are added in
+// order.
 extern "C" __global__ void __launch_bounds__(256) attn_merge(const float* sums, const float* stats, const int* n_hidden,
                                                              const int* n_visible, T* out, int n_splits) {
     constexpr int COLUMNS = D / 4, GROUPS = 256 / COLUMNS;
@@ -206,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(256) attn_merge(const float* sums, 
     const size_t place = (size_t)row * gridDim.x + blockIdx.x;
     sums += place * n_splits * D;
     stats += place * n_splits * 2;
-    // Each warp for itself, a lane a split: one trip to memory, not one for each few splits.
+    // Each warp computes this with one split per lane, so that all loads are one memory access.
     float highest = FLOOR, total = 0.0f;
     for (int split = threadIdx.x % 32; split < n; split += 32) highest = fmaxf(highest, stats[split * 2]);
     highest = warp_max(highest);

@@ -1,4 +1,4 @@
-// Rows of the embedding table, by token. One block a row; copies only, so results are exact.
+// Rows of the embedding table, by token. One block per row. It only copies, so results are exact.
 //
 // table [vocab_size, width], tokens [n_rows], out [n_rows, width]; width is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(128) embed(const T* __restrict__ table, const int* __restrict__ tokens,

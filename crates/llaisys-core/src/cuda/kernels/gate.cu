@@ -1,14 +1,14 @@
-// The gate of the feed-forward part: out = f(gate) * up, with f = silu (arXiv:2002.05202, SwiGLU) or the tanh form of
-// gelu (arXiv:1606.08415; GeGLU). LL_GATE: 0 = silu, 1 = gelu.
+// The gate of the feed-forward network: out = f(gate) * up, with f = silu (arXiv:2002.05202, SwiGLU) or the tanh form
+// of gelu (arXiv:1606.08415; GeGLU). LL_GATE: 0 = silu, 1 = gelu.
 //
 // gate_up [n_rows, 2 width]: gate, then up; out [n_rows, width]; width is a multiple of 8.
-// Numerics: f in f32, rounded to T as transformers does; the product is rounded once more.
+// Numerics: f is computed in f32 and rounded to T, as in transformers; the product is rounded again.
 
 __device__ __forceinline__ float ll_gate(float x) {
 #if LL_GATE == 0
     return x / (1.0f + expf(-x));
 #else
-    // x / 2 (1 + tanh u) without its cancellation.
+    // x / 2 (1 + tanh u), in a form without cancellation.
     const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return x / (1.0f + expf(-2.0f * u));
 #endif

@@ -1,24 +1,24 @@
 // Products of up to 8 rows with a weight: out[m, n] = x[m, k] . weight[n, k]^T (+ bias[n]).
 //
-// The weight is read once and bounds the time; what matters is that enough of it is on its way. So the products are
-// left to the tensor cores even for one row: a thread loads 16 bytes of weight and uses them as they are, with nothing
-// to unpack, and sums over its warp come with the product. The order of k within a product is free as long as both
-// sides have the same: where mma wants the elements 2t, 2t + 1, 2t + 8, 2t + 9 of sixteen in thread t, it gets the
-// neighbours that lie in the thread's 16 bytes.
+// The weight is read once, which bounds the time, so enough of its bytes must be in flight. The tensor cores compute
+// the products even for one row: a thread loads 16 bytes of weight and uses them without unpacking, and the product
+// includes the sums over the warp. The order of k within a product is free if both operands have the same order. mma
+// expects elements 2t, 2t + 1, 2t + 8, 2t + 9 of sixteen in thread t; it gets the adjacent elements in the thread's 16
+// bytes.
 //
-// A block's warps take 64 elements of k (128 bytes, a line of the caches) of its 16 rows in turn, so that enough bytes
-// are on their way with few rows of weight too. x comes from the caches: a block needs each element of it once.
+// The warps of a block take turns of 64 elements of k (128 bytes, a cache line) of its 16 rows, so that enough bytes
+// are in flight even with few rows of weight. x is read from the caches, because a block needs each element of it once.
 //
-// Numerics: products of T summed in f32, the warps' sums and the bias added in f32, rounded to T (or not at all) once.
-// A row's result depends on nothing but the row: the rest of the batch changes no order of additions.
+// Numerics: products of T are summed in f32. The warps' sums and the bias are added in f32, and the result is rounded
+// to T once (or not at all). A row's result depends only on the row: other rows do not change the order of additions.
 
-// A block computes 16 rows of the weight; its eight warps share k, and their sums are added in order at the end.
+// A block computes 16 rows of the weight. Its eight warps share k, and their sums are added in order at the end.
 constexpr int WARPS = 8;
 constexpr int ROWS = 16;
 constexpr int MAX_M = 8;
 constexpr int STRIDE = ROWS + 1;
 
-// Weights are read once: they pass by the nearest cache, which x and the cells' lists need more.
+// Weights are read once, so they bypass the L1 cache, which keeps x.
 __device__ __forceinline__ Vec16 load16_once(const void* from) {
 #ifdef LL_EMU
     return load16(from);
@@ -31,7 +31,8 @@ __device__ __forceinline__ Vec16 load16_once(const void* from) {
 #endif
 }
 
-// Sums of the block's warps to `store(m, n, sum)`, for rows m of x and n of the weight that there are.
+// Adds the sums of the block's warps and calls `store` with the place in [m, n] and the sum, for rows of x and of the
+// weight that exist.
 template <class Store>
 __device__ __forceinline__ void finish(const float (&c)[4], int n_rows, int m, const T* bias, Store store) {
     __shared__ float sums[WARPS][MAX_M * STRIDE];
@@ -49,11 +50,11 @@ __device__ __forceinline__ void finish(const float (&c)[4], int n_rows, int m, c
     store((size_t)row * n_rows + n, sum);
 }
 
-// Elements of k that a warp does in one turn.
+// Elements of k of a warp's turn.
 constexpr int TURN = 64;
 
-// c[16 rows of weight, 8 rows of x] += 32 elements of k, of which each thread has 8 of two rows of the weight and of
-// one row of x.
+// c[16 rows of weight, 8 rows of x] += the products of 32 elements of k. Each thread has 8 of them, of two rows of the
+// weight and of one row of x.
 __device__ __forceinline__ void add_32(float (&c)[4], const Vec16& upper, const Vec16& lower, const Vec16& x) {
     mma_16816(c, {upper.v[0], lower.v[0], upper.v[1], lower.v[1]}, {x.v[0], x.v[1]});
     mma_16816(c, {upper.v[2], lower.v[2], upper.v[3], lower.v[3]}, {x.v[2], x.v[3]});
@@ -64,10 +65,11 @@ __device__ __forceinline__ void add_32(float (&c)[4], const Vec16& upper, const 
 template <class Store>
 __device__ __forceinline__ void gemv_rows(const T* x, const T* weight, const T* bias, int m, int n_rows, int k,
                                           Store store) {
-    // Turns whose loads are on their way at once: with two blocks on an SM 128 KB, several times what memory needs.
+    // Turns whose loads are in flight at once. With two blocks on an SM that is 128 KB, several times what memory
+    // needs.
     constexpr int DEPTH = 4;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4;
-    // Rows behind the last are read as another one and dropped, of the weight and of x: products are each row's own.
+    // Rows behind the last, of the weight and of x, read another row, and their results are dropped.
     const int row = (int)blockIdx.x * ROWS + lane / 4;
     const T* upper = weight + (size_t)min(row, n_rows - 1) * k;
     const T* lower = weight + (size_t)min(row + 8, n_rows - 1) * k;
@@ -87,7 +89,7 @@ __device__ __forceinline__ void gemv_rows(const T* x, const T* weight, const T* 
                 right[d][half] = load16(x + from);
             }
         }
-        // Nothing above looks at what it loads: that would be a wait between the loads.
+        // Nothing above uses a loaded value, because that would wait between the loads.
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) gemv(const T* x, const T* w
     gemv_rows(x, weight, bias, m, n_rows, k, [&](size_t place, float sum) { out[place] = from_f32(sum); });
 }
 
-// The same with a result in f32: logits.
+// The same with an f32 result, for logits.
 extern "C" __global__ void __launch_bounds__(256, 2) gemv_f32(const T* x, const T* weight, const T* bias, float* out,
                                                               int m, int n_rows, int k) {
     gemv_rows(x, weight, bias, m, n_rows, k, [&](size_t place, float sum) { out[place] = sum; });

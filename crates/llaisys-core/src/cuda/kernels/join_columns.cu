@@ -1,7 +1,7 @@
-// Rows of which several ranks have computed a part of the columns each, put together. Copies only, so results are exact.
+// Joins the columns of rows, of which each rank has computed a part. It only copies, so results are exact.
 //
-// parts [n_parts, n_rows, width], out [n_rows, n_columns] with n_columns <= n_parts width: what is behind is padding.
-// Grid: n_rows, ceil(n_columns / 256).
+// parts [n_parts, n_rows, width], out [n_rows, n_columns] with n_columns <= n_parts width; the columns behind are
+// padding. Grid: n_rows, ceil(n_columns / 256).
 extern "C" __global__ void __launch_bounds__(256) join_columns(const float* __restrict__ parts, float* __restrict__ out,
                                                                int n_rows, int width, int n_columns) {
     const int row = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x;

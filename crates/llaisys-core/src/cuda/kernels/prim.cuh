@@ -1,10 +1,10 @@
-// What every kernel stands on: the storage type T, reductions, 16-byte copies, tensor-core tiles.
+// Primitives of all kernels: the storage type T, reductions, 16-byte copies, tensor-core tiles.
 //
-// Device text without any #include: it is put in front of each kernel file and compiled by NVRTC. Under LL_EMU the
-// same names have C++ bodies in tests/cuda/emulator/emu.h, which run the kernels' own text on a CPU.
+// Device source without any #include: it is prepended to each kernel file and compiled by NVRTC. Under LL_EMU the same
+// names have C++ bodies in tests/cuda/emulator/emu.h, so that the kernels' source runs on a CPU.
 //
-// Rules that the emulator needs: __shared__ arrays only inside kernels, dynamic shared memory only by
-// LL_DYNAMIC_SHARED, warp functions with all 32 lanes, no early return before a barrier that others reach.
+// Rules for the emulator: __shared__ arrays only inside kernels, dynamic shared memory only by LL_DYNAMIC_SHARED, warp
+// functions with all 32 lanes, no early return before a barrier that other threads reach.
 
 #ifndef LL_T
 #error "LL_T is not set: 1 = bf16, 2 = f16"
@@ -15,7 +15,7 @@ typedef unsigned short T;  // the bits of a stored element
 #define LL_FULL_WARP 0xffffffffu
 #define LL_INFINITY __uint_as_float(0x7f800000u)
 
-// 16 bytes that move as one.
+// 16 bytes that are loaded and stored at once.
 struct __align__(16) Vec16 {
     unsigned v[4];
 };
@@ -24,7 +24,7 @@ struct __align__(16) Vec16 {
 
 #define LL_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 
-// To the nearest, ties to even; beyond the largest, infinity; NaN stays NaN.
+// Rounds to the nearest, ties to even. Numbers beyond the largest become infinity; NaN stays NaN.
 __device__ __forceinline__ unsigned short f32_to_bf16(float x) {
     unsigned short bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -43,7 +43,7 @@ __device__ __forceinline__ float f16_to_f32(unsigned short bits) {
     return x;
 }
 
-// Two numbers as from_f32 rounds them, in one word and by one instruction.
+// Rounds two numbers as from_f32 does, into one word and with one instruction.
 __device__ __forceinline__ unsigned pack2(float low, float high) {
     unsigned word;
 #if LL_T == 1
@@ -54,7 +54,7 @@ __device__ __forceinline__ unsigned pack2(float low, float high) {
     return word;
 }
 
-// 2^x within 2 ulp; what is below 2^-126 is zero. One instruction; exp2f has three more for results that small.
+// 2^x within 2 ulp; results below 2^-126 are zero. One instruction; exp2f has three more for such small results.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -65,8 +65,8 @@ __device__ __forceinline__ unsigned ll_shared_address(const void* p) {
     return (unsigned)__cvta_generic_to_shared(p);
 }
 
-// Starts a copy of 16 bytes into shared memory, or of 16 zeros when not `valid` (`from` is not read then, and must
-// still be an address of the array). Both addresses are multiples of 16.
+// Starts a copy of 16 bytes into shared memory, or of 16 zeros if not `valid`. Then `from` is not read, but must still
+// be an address of the array. Both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async16(void* shared, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(ll_shared_address(shared)), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
@@ -76,7 +76,7 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* from, bool 
 // Ends a group of copies of this thread.
 __device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most the N newest groups of this thread are under way; others see the copies after a barrier.
+// Waits until at most the N newest groups of this thread are in flight. Other threads see the copies after a barrier.
 template <int N>
 __device__ __forceinline__ void cp_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -99,9 +99,9 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                  : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] . b[16 x 8], T in, sums in f32. With g = lane / 4 and t = 2 (lane % 4), elements two a word:
-// a = (g, t) (g + 8, t) (g, t + 8) (g + 8, t + 8); b = (t, g) (t + 8, g); c = (g, t) (g, t + 1) (g + 8, t) (g + 8, t + 1).
-// Source: PTX ISA, "Matrix fragments for mma.m16n8k16".
+// c[16 x 8] += a[16 x 16] . b[16 x 8], of T, with f32 sums. With g = lane / 4 and t = 2 (lane % 4), two elements per
+// word: a = (g, t) (g + 8, t) (g, t + 8) (g + 8, t + 8); b = (t, g) (t + 8, g); c = (g, t) (g, t + 1) (g + 8, t) (g +
+// 8, t + 1). Source: PTX ISA, "Matrix fragments for mma.m16n8k16".
 __device__ __forceinline__ void mma_16816(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #if LL_T == 1
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -139,7 +139,7 @@ __device__ __forceinline__ T from_f32(float x) {
 #endif
 }
 
-// The value that T keeps of x.
+// x rounded to T.
 __device__ __forceinline__ float round_to_t(float x) { return to_f32(from_f32(x)); }
 
 __device__ __forceinline__ void unpack8(Vec16 x, float (&out)[8]) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ Vec16 pack8(const float (&x)[8]) {
     return out;
 }
 
-// --- over a warp, and over a block of whole warps: `V` is float or an unsigned integer ---
+// --- reductions over a warp, and over a block of whole warps; `V` is float or an unsigned integer ---
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ unsigned long long larger(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
@@ -175,8 +175,8 @@ template <class V> __device__ __forceinline__ V warp_max(V x) {
     return x;
 }
 
-// `x` of warp number `lane`, or `other` beyond the last: what lane 0 of each warp has. `shared`: 32 numbers, free again
-// when this returns.
+// Returns lane 0's `x` of warp number `lane`, or `other` beyond the last warp. `shared`: 32 numbers, which are free
+// again after the call.
 template <class V> __device__ __forceinline__ V of_warp(V x, V* shared, V other) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) shared[threadIdx.x / 32] = x;
@@ -191,7 +191,7 @@ template <class V> __device__ __forceinline__ V block_sum(V x, V* shared) {
     return warp_sum(of_warp(warp_sum(x), shared, V(0)));
 }
 
-// As block_sum, the largest.
+// Maximum over the block, in every thread; `shared` as in of_warp.
 template <class V> __device__ __forceinline__ V block_max(V x, V* shared) {
     x = warp_max(x);
     return warp_max(of_warp(x, shared, x));

@@ -1,16 +1,16 @@
-// What stands between the qkv product and attention: q and k are normed (Qwen3's form, if there are weights) and
-// rotated by position (arXiv:2104.09864, pairs (i, i + d/2)), q in place; k and v go into their cell.
+// The work between the qkv product and attention: norms q and k (as Qwen3, if there are weights) and rotates them by
+// position (arXiv:2104.09864, pairs (i, i + d/2)), q in place. Stores k and v in the row's cell.
 //
-// qkv [n_rows, (n_heads + 2 n_kv_heads) d]: q heads, k heads, v heads; q_norm, k_norm [d] f32, or NULL;
-// cos, sin [n_positions, d/2] f32; positions [n_rows]; cells [n_rows]; keys, values [n_cells, n_kv_heads, d].
-// d is a multiple of 4, at most 256. A warp does a head: a lane holds two elements of its first half and their
-// partners of the second. Padding rows write to cell 0, which nobody reads; their positions are 0.
+// qkv [n_rows, (n_heads + 2 n_kv_heads) d]: q heads, k heads, v heads; q_norm, k_norm [d] f32, or NULL; cos, sin
+// [n_positions, d/2] f32; positions [n_rows]; cells [n_rows]; keys, values [n_cells, n_kv_heads, d]. d is a multiple of
+// 4, at most 256. A warp computes one head: a lane has two elements of its first half and their partners of the second.
+// Padding rows write to cell 0, which no row reads; their positions are 0.
 //
-// Numerics: f32, rounded to T where transformers rounds: the normed value, its product with the weight, the result
-// (products of the rotation are not rounded one by one, which transformers does).
+// Numerics: f32, rounded to T where transformers rounds: the normed value, its product with the weight, the result. The
+// products of the rotation are not rounded one by one, unlike in transformers.
 
 #define LL_HEADS_OF_A_BLOCK 8
-#define LL_PAIRS 2  // words of a half that a lane holds: d <= LL_PAIRS * 128
+#define LL_PAIRS 2  // words of a half per lane: d <= LL_PAIRS * 128
 
 struct Head {
     float low[LL_PAIRS][2], high[LL_PAIRS][2];
@@ -25,7 +25,7 @@ __device__ __forceinline__ float ll_normed(float x, float inverse, float weight)
     return round_to_t(round_to_t(x * inverse) * weight);
 }
 
-// RMS norm over the head that the warp holds.
+// RMS norm of the warp's head.
 __device__ __forceinline__ void norm_head(Head& head, const float* weight, int d, float eps) {
     const int lane = threadIdx.x % 32;
     float squares = 0.0f;
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256) rope_kv_store(
     const unsigned* __restrict__ cells, T* __restrict__ keys, T* __restrict__ values, int n_heads, int n_kv_heads, int d,
     float eps) {
     const int h = blockIdx.y * LL_HEADS_OF_A_BLOCK + threadIdx.x / 32;
-    if (h >= n_heads + 2 * n_kv_heads) return;  // whole warps; there is no barrier of the block
+    if (h >= n_heads + 2 * n_kv_heads) return;  // whole warps; the block has no barrier
     const size_t row = blockIdx.x;
     T* from = qkv + (row * (n_heads + 2 * n_kv_heads) + h) * d;
     Head head;
@@ -110,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(256) rope_kv_store(
     store_head(head, is_q ? from : cell, d);
 }
 
-// The keys of some cells turn by one angle a pair: their sequence moved. cells [n_cells], no cell twice;
-// cos, sin [d/2] f32, of the distance. The result is rounded to T.
+// Rotates the stored keys of cells whose positions change by one distance. cells [n_cells], all different; cos, sin
+// [d/2] f32, of the distance. The result is rounded to T.
 extern "C" __global__ void __launch_bounds__(256) rope_shift(T* __restrict__ keys, const unsigned* __restrict__ cells,
                                                              const float* __restrict__ cos,
                                                              const float* __restrict__ sin, int n_kv_heads, int d) {

@@ -1,12 +1,12 @@
-// From logits to tokens and their logprobs, by the rules of src/sample/sampler.rs and in their order; sample.rs says
-// what each array holds. Three kernels: `sample_scan` reads each row once, with a block for each of its chunks;
-// `sample_draw` ends the row in one block; `sample_logprobs` runs where a row asks for them.
+// From logits to tokens and their logprobs, by the rules of src/sample/sampler.rs and in their order. sample.rs
+// documents the arrays. There are three kernels. `sample_scan` reads each row once, with one block for each of its
+// chunks. `sample_draw` finishes the row in one block. `sample_logprobs` runs if a row wants logprobs.
 //
-// Numerics: a weight is exp2(-distance) in f32, `distance` being how far a logit lies below the best one in scaled
-// logits times log2(e), and is counted in whole units of 2^-44. Sums of units are sums of integers, so neither the
-// order of threads nor that of blocks shows. The CPU's weights are f64; a draw differs from its where the uniform
-// number is within the rounding (1e-6) of a boundary of the cumulative distribution. Order among logits is exact, ties
-// by id.
+// Numerics: a weight is exp2(-distance) in f32, where `distance` is the difference to the best logit in scaled logits
+// times log2(e). Weights are counted in whole units of 2^-44. Sums of units are integer sums, so they do not depend on
+// the order of threads and blocks. The CPU's weights are f64: a draw differs from the CPU's if the uniform number is
+// within the rounding (1e-6) of a boundary of the cumulative distribution. The order of logits is exact, with ties by
+// id.
 
 // --- sample_scan ---
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool applies(const Edit& e, const unsigned* words, co
 struct Chunk {
     unsigned begin, n;
     float* value;
-    unsigned* seen;  // times in the answer, LL_IN_PROMPT
+    unsigned* seen;  // number of times in the completion, and LL_IN_PROMPT
 };
 
 __device__ __forceinline__ void apply_masks(const Chunk& c, const SampleParams& p, const unsigned* masks,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void apply_masks(const Chunk& c, const SampleParams& 
     }
 }
 
-// The edits of an id lie side by side and are one thread's, in their order.
+// The edits of an id are adjacent, and one thread applies them in their order.
 __device__ __forceinline__ void apply_edits(const Chunk& c, const SampleParams& p, const Edit* edits,
                                             const unsigned* words, const int* history, unsigned n_before) {
     for (unsigned e = threadIdx.x; e < p.n_edits; e += LL_SCAN_THREADS) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void count_tokens(const Chunk& c, const SampleParams&
     }
 }
 
-// Rounded after each operation, as on the CPU: nothing here may become an fma.
+// Rounds after each operation, as on the CPU: no operation here may become an fma.
 __device__ __forceinline__ float penalised(float x, unsigned seen, const SampleParams& p) {
     if (seen == 0) return x;
     x = x > 0.0f ? x / p.repetition : __fmul_rn(x, p.repetition);
@@ -89,14 +89,15 @@ __device__ __forceinline__ u64 chunk_mass(const Chunk& c, Scale scale, u64* shar
     return block_sum(mass, shared);
 }
 
-// The best of the chunk from each thread's of its warp's segment, and the key of each segment's.
+// Returns the best candidate of the chunk, from each thread's best in its warp's segment; writes the key of each
+// segment's best to `maxima`.
 __device__ __forceinline__ u64 best_of_segments(u64 best, unsigned* maxima, u64* shared) {
     best = warp_max(best);
     if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = (unsigned)(best >> 32);
     return block_max(best, shared);
 }
 
-// One block for each chunk (x) of each row (y). Chunks of rows with rules are written to `edited`.
+// One block for each chunk (x) of each row (y). Writes chunks of rows with edits, masks or penalties to `edited`.
 extern "C" __global__ void __launch_bounds__(256) sample_scan(
     const float* __restrict__ logits, float* __restrict__ edited, unsigned vocab, const unsigned* __restrict__ slots,
     unsigned slot_stride, const int* __restrict__ positions, const SampleParams* __restrict__ params,
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
 
 // --- sample_draw ---
 
-// 53 bits of Philox4x32-10 as the CPU's philox.rs takes them, at the upper end of a u64.
+// 53 bits of Philox4x32-10, the same as the CPU's philox.rs uses, in the upper bits of a u64.
 __device__ __forceinline__ u64 uniform_bits(u64 seed, unsigned choice, unsigned position) {
     unsigned c[4] = {position, choice, 0, 0}, k[2] = {(unsigned)seed, (unsigned)(seed >> 32)};
     for (int round = 0; round < 10; round++) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ u64 uniform_bits(u64 seed, unsigned choice, unsigned 
     return ((u64)c[0] << 32 | c[1]) >> 11 << 11;
 }
 
-// Both cuts of a row; the second is by typical_p.
+// Both cuts of a row. The second is by typical_p.
 struct Kept {
     Cut by_logit, by_deviation;
     Measure typical;
@@ -215,7 +216,7 @@ __device__ __forceinline__ Kept filter(const float* __restrict__ row, unsigned v
             if (!(goal.share < 1.0f)) continue;
         }
         if (stage == 2) {
-            // A surprise less the entropy is a distance less the mean distance.
+            // Surprise minus entropy equals distance minus mean distance.
             u64 mass = 0, moment = 0;
             for_each(row, vocab, kept.by_logit.key, h, [&](float logit, unsigned id) {
                 if (!keeps(kept.by_logit, order_key(logit), id)) return;
@@ -234,7 +235,7 @@ __device__ __forceinline__ Kept filter(const float* __restrict__ row, unsigned v
     return kept;
 }
 
-// The kept units of each chunk, into h.masses.
+// Writes the kept units of each chunk to h.masses.
 __device__ __forceinline__ void chunk_masses(const float* __restrict__ row, unsigned vocab, const Kept& kept,
                                              Scale scale, Work& h) {
     for (unsigned i = threadIdx.x; i < LL_MAX_CHUNKS; i += LL_DRAW_THREADS) h.masses[i] = 0;
@@ -248,7 +249,7 @@ __device__ __forceinline__ void chunk_masses(const float* __restrict__ row, unsi
     __syncthreads();
 }
 
-// The token at the uniform share of the weights, in the order of ids.
+// Returns the token at the uniform share of the weights, in the order of ids.
 __device__ __forceinline__ unsigned draw(const float* __restrict__ row, unsigned vocab, const SampleParams& p,
                                          unsigned n_before, float best, const ChunkStat* stats, Work& h) {
     const unsigned n_chunks = (vocab + LL_CHUNK - 1) / LL_CHUNK, tid = threadIdx.x;
@@ -332,14 +333,14 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_draw(
     if (tid != 0) return;
     results[blockIdx.x] = result;
     if (result.outcome == LL_IDLE || scored) return;
-    // A row at fault goes on with token 0 until the host has seen it.
+    // A row with a fault continues with token 0 until the host has seen the fault.
     if (last_tokens) last_tokens[slot] = (int)result.id;
     if (tokens && n_before < max_len) tokens[(size_t)slot * max_len + n_before] = (int)result.id;
 }
 
 // --- sample_logprobs ---
 
-// One block for each row: logprob and rank of its token, and the best ones, falling, ties by id.
+// One block for each row: the logprob and rank of its token, and the best tokens in descending order, with ties by id.
 extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
     const float* __restrict__ logits, unsigned vocab, const unsigned* __restrict__ slots,
     unsigned slot_stride, const int* __restrict__ positions, const SampleParams* __restrict__ params,
@@ -359,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
     const float best = of_key((unsigned)(block_max(pack(chunk_max, 0), h.scan) >> 32));
     if (tid < n_chunks) sums[tid] = (double)of_row[tid].raw_mass * exp((double)chunk_max - (double)best);
     __syncthreads();
-    // In one order whatever the threads do: sums of doubles depend on it.
+    // In a fixed order, because sums of doubles depend on it.
     double sum = 0.0;
     for (unsigned i = 0; i < n_chunks; i++) sum += sums[i];
     const float normaliser = (float)((double)best + log(sum / (double)LL_UNITS));
@@ -367,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
     const unsigned n_top = min(wanted, min(vocab, (unsigned)LL_MAX_TOP));
     const float own = row[results[blockIdx.x].id];
     Cut cut = {LL_NONE, 0};
-    // sample_scan's maxima are of edited logits.
+    // The maxima of sample_scan are those of edited logits.
     if (is_edited(p)) {
         find_maxima(row, vocab, h);
     } else {

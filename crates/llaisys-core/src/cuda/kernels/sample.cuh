@@ -1,9 +1,9 @@
-// What the kernels of sample.cu share: the arrays' structs, order and weight of a logit, sums over a block, and the
-// search for the best candidates of a row.
+// Common parts of the kernels of sample.cu: the arrays' structs, order and weight of a logit, sums over a block, and
+// the search for the best candidates of a row.
 
 #define LL_CHUNK 4096     // logits of a block of sample_scan
 #define LL_MAX_CHUNKS 128
-#define LL_SEGMENT 512    // logits of one of its warps
+#define LL_SEGMENT 512    // logits of one of the block's warps
 #define LL_SEGMENTS (LL_CHUNK / LL_SEGMENT)
 #define LL_SCAN_THREADS 256
 #define LL_DRAW_THREADS 512
@@ -39,8 +39,8 @@ struct SampleParams {
 struct Edit {
     unsigned id;
     float bias;
-    unsigned until;  // for positions below this
-    unsigned word;   // if the answer ends with words[word + 1 ..][.. words[word]]
+    unsigned until;  // applies at positions below this
+    unsigned word;   // applies if the completion ends with words[word + 1 ..][.. words[word]]
 };
 struct RowResult {
     unsigned id, outcome;
@@ -52,7 +52,7 @@ struct TopEntry {
     float logprob;
 };
 
-// What sample_scan leaves of a chunk. Masses are in units, relative to the chunk's own maximum.
+// The result of sample_scan for a chunk. Masses are in units, relative to the chunk's own maximum.
 struct ChunkStat {
     u64 best;  // pack(logit, id) of the largest edited logit
     u64 mass;
@@ -64,7 +64,7 @@ struct ChunkStat {
 
 static_assert(sizeof(SampleParams) == 88 && sizeof(Edit) == 16 && sizeof(RowResult) == 16 && sizeof(TopEntry) == 8 &&
                   sizeof(ChunkStat) == 64,
-              "sample.rs and sample_tables.rs count on these");
+              "sample.rs and sample_tables.rs use these sizes");
 
 #define LL_TOKEN 0u
 #define LL_NON_FINITE 1u
@@ -83,7 +83,7 @@ __device__ __forceinline__ float of_key(unsigned key) {
     return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
 }
 
-// The largest is the largest logit, of equal ones that with the lowest id.
+// Orders candidates by logit, and those with equal logits by id, the lowest first.
 __device__ __forceinline__ u64 pack(float logit, unsigned id) { return (u64)order_key(logit) << 32 | (id ^ LL_NONE); }
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
@@ -92,7 +92,7 @@ struct Scale {
     float best, high, low;
 };
 
-// Without a temperature: log2(e) in two parts.
+// The scale without a temperature: log2(e) in two parts.
 __device__ __forceinline__ Scale natural(float best) { return {best, 1.44269502f, 1.92596303e-8f}; }
 
 // Non-decreasing as the logit falls; large where it is -inf.
@@ -103,8 +103,8 @@ __device__ __forceinline__ float distance(Scale s, float logit) {
 
 __device__ __forceinline__ u64 units(float distance) { return (u64)(exp2f(-distance) * LL_UNITS); }
 
-// Lays the threads' `own` one after the other: true in the thread in whose span `target` lies; `before` is where that
-// begins.
+// Concatenates the threads' `own` counts. Returns true in the thread whose range contains `target`; `before` is the
+// start of that range.
 __device__ __forceinline__ bool locate(u64 own, u64 target, u64* shared, u64& before) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 sum = own;
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool locate(u64 own, u64 target, u64* shared, u64& be
 
 // --- what is kept of a row ---
 
-// Kept: a greater key, or this one and an id up to `last`.
+// Keeps candidates with a greater key, and those with this key and an id up to `last`.
 struct Cut {
     unsigned key, last;
 };
@@ -142,7 +142,8 @@ __device__ __forceinline__ unsigned key_of(const Measure& m, float logit, float 
     return m.by_deviation ? ~__float_as_uint(fabsf(distance - m.mean)) : order_key(logit);
 }
 
-// Bins of the first round: a 32nd of log2 wide, growing as keys fall, so that a bin is an interval of keys.
+// Bins of the first round are 1/32 of a log2 wide. Their numbers grow as keys fall, so that a bin is an interval of
+// keys.
 __device__ __forceinline__ unsigned bin_of(const Measure& m, float distance) {
     const float x = m.by_deviation ? fabsf(distance - m.mean) : distance;
     return (unsigned)fminf(x * 32.0f, (float)(LL_BINS - 1));
@@ -153,7 +154,8 @@ __device__ __forceinline__ unsigned bin_of_key(const Measure& m, unsigned key) {
     return (unsigned)fminf(x * 32.0f, (float)(LL_BINS - 1));
 }
 
-// The least key of lo..=hi for which `holds`, which is so at hi and stays so once it is. By one whole warp.
+// Returns the least key of lo..=hi for which `holds` is true. It is true for hi, and for every key above a key for
+// which it is true. One whole warp calls this.
 template <class Holds>
 __device__ __forceinline__ unsigned least_key(unsigned lo, unsigned hi, Holds holds) {
     const unsigned lane = threadIdx.x % 32;
@@ -169,7 +171,7 @@ __device__ __forceinline__ unsigned least_key(unsigned lo, unsigned hi, Holds ho
     return lo;
 }
 
-// What a block that ends a row shares.
+// Shared memory of a block that finishes a row.
 struct Work {
     u64 mass[LL_BINS];
     unsigned count[LL_BINS];
@@ -180,7 +182,7 @@ struct Work {
     unsigned bin, lo, hi, id;
 };
 
-// Gives `body` the segments, one at a time to a warp, that hold a key of `least` or more.
+// Calls `body` with each segment that has a key of `least` or more; each warp processes one segment at a time.
 template <class Body>
 __device__ __forceinline__ void for_segments(unsigned vocab, unsigned least, const Work& h, Body body) {
     const unsigned n = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
@@ -189,7 +191,7 @@ __device__ __forceinline__ void for_segments(unsigned vocab, unsigned least, con
     }
 }
 
-// Gives `body` each logit of a segment with its id, LL_IN_FLIGHT loads under way at once.
+// Calls `body` with each logit of a segment and its id, with LL_IN_FLIGHT loads in flight at once.
 template <class Body>
 __device__ __forceinline__ void for_each_of(const float* __restrict__ row, unsigned vocab, unsigned segment,
                                             Body body) {
@@ -205,7 +207,7 @@ __device__ __forceinline__ void for_each_of(const float* __restrict__ row, unsig
     }
 }
 
-// The maxima of a row's segments: as sample_scan left them, or of the row itself.
+// The maxima of a row's segments: load_maxima reads those of sample_scan, find_maxima computes them from the row.
 __device__ __forceinline__ void load_maxima(const ChunkStat* stats, unsigned vocab, Work& h) {
     const unsigned n = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
     for (unsigned i = threadIdx.x; i < n; i += LL_DRAW_THREADS) {
@@ -225,14 +227,14 @@ __device__ __forceinline__ void find_maxima(const float* __restrict__ row, unsig
     __syncthreads();
 }
 
-// Gives `body` each logit of the row, with its id, whose key is `least` or more, and some others.
+// Calls `body` with each logit of the row whose key is `least` or more, and its id, and with some others.
 template <class Body>
 __device__ __forceinline__ void for_each(const float* __restrict__ row, unsigned vocab, unsigned least, const Work& h,
                                          Body body) {
     for_segments(vocab, least, h, [&](unsigned segment) { for_each_of(row, vocab, segment, body); });
 }
 
-// A key that the best `n` candidates have at least: the nth largest of the segments' maxima.
+// Returns a lower bound of the keys of the best `n` candidates: the nth largest of the segments' maxima.
 __device__ __forceinline__ unsigned key_of_best(unsigned n, unsigned vocab, Work& h) {
     const unsigned n_segments = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
     if (n > n_segments) return 0;
@@ -249,20 +251,20 @@ __device__ __forceinline__ unsigned key_of_best(unsigned n, unsigned vocab, Work
     return key;
 }
 
-// What a search is for: the best `count`, or (share < 1) the best until their mass reaches a share of all.
+// The goal of a search: the best `count` candidates, or (share < 1) the best until their mass reaches a share of all.
 struct Goal {
     unsigned count;
     float share;
 };
 
-// A round looks at the candidates whose keys are in lo..=hi, in bins of 2^shift keys from hi down; the first at all, in
-// bins of distance.
+// A round counts the candidates whose keys are in lo..=hi, in bins of 2^shift keys from hi down. The first round counts
+// all candidates, in bins of distance.
 struct Round {
     bool first;
     unsigned lo, hi, shift;
 };
 
-// Counts (and weighs) the candidates of a round by bin.
+// Counts the candidates of a round by bin, and adds their masses if `by_mass`.
 __device__ __forceinline__ void count_bins(const float* __restrict__ row, unsigned vocab, const Measure& m, Cut kept,
                                            const Round& round, bool by_mass, Work& h) {
     for (unsigned i = threadIdx.x; i < LL_BINS; i += LL_DRAW_THREADS) h.mass[i] = h.count[i] = 0;
@@ -285,8 +287,8 @@ __device__ __forceinline__ void count_bins(const float* __restrict__ row, unsign
     __syncthreads();
 }
 
-// The bin where the running sum from the best bin on passes `target`, and the sum before it: into h.bin, h.before.
-// `own` is the sum of this thread's bins.
+// Finds the bin where the running sum from the best bin on exceeds `target`, and writes it and the sum before it to
+// h.bin and h.before. `own` is the sum of this thread's bins.
 __device__ __forceinline__ void choose_bin(u64 own, u64 target, bool by_mass, Work& h) {
     u64 before;
     if (locate(own, target, h.scan, before)) {
@@ -302,7 +304,7 @@ __device__ __forceinline__ void choose_bin(u64 own, u64 target, bool by_mass, Wo
     __syncthreads();
 }
 
-// The keys of a bin of the first round.
+// Finds the keys of a bin of the first round.
 __device__ __forceinline__ void keys_of_bin(const Measure& m, unsigned bin, Round& round, Work& h) {
     if (threadIdx.x < 32) {
         const unsigned least = m.by_deviation ? 0x80000000u : LL_LEAST_KEY;
@@ -318,7 +320,7 @@ __device__ __forceinline__ void keys_of_bin(const Measure& m, unsigned bin, Roun
     round.hi = h.hi;
 }
 
-// The id of the nth candidate, from 1, whose key is `key`.
+// Returns the id of the nth candidate, from 1, whose key is `key`.
 __device__ __forceinline__ unsigned nth_equal(const float* __restrict__ row, unsigned vocab, const Measure& m, Cut kept,
                                               unsigned key, u64 nth, Work& h) {
     u64 n_before = 0, before;
@@ -340,8 +342,8 @@ __device__ __forceinline__ unsigned nth_equal(const float* __restrict__ row, uns
     }
 }
 
-// Narrows `kept` to the best by `m`: finds the key where the goal is reached by histograms of ever smaller intervals,
-// and of candidates equal there takes those with the lowest ids. Returns a cut of `m`'s keys.
+// Narrows `kept` to the best candidates by `m`. Finds the key where the goal is reached by histograms of smaller and
+// smaller intervals. Of candidates with that key it keeps those with the lowest ids. Returns a cut of `m`'s keys.
 __device__ __forceinline__ Cut search(const float* __restrict__ row, unsigned vocab, const Measure& m, Cut kept,
                                       Goal goal, Work& h) {
     const bool by_mass = goal.share < 1.0f;
@@ -374,7 +376,7 @@ __device__ __forceinline__ Cut search(const float* __restrict__ row, unsigned vo
             round.hi -= bin << round.shift;
             if (round.hi - round.lo >> round.shift) round.lo = round.hi - ((1u << round.shift) - 1);
         }
-        // All of the bin is kept, or all of it is equal.
+        // The whole bin is kept, or all its keys are equal.
         if ((by_mass ? count == 1 : above + count == wanted) || round.lo == round.hi) break;
         const int bits = 32 - __clz((int)(round.hi - round.lo));
         round.shift = max(bits - LL_LOG2_BINS, 0);

@@ -1,13 +1,16 @@
-// The state of running sequences lives on the device: a decode step reads and advances it here, and cells move here.
-// Integers and copies only.
+// The state of running sequences is on the device: step_begin reads and advances it, and copy_cells copies cells. Both
+// use integers and copies only.
 
-// First in a decode step: slots append the cell that the plan gives them, and rows get what the step's kernels read.
+// The first kernel of a decode step: appends the planned cell of each slot, and writes the arrays that the step's other
+// kernels read.
 //
-// plan [n_rows]: slot and new cell; cell_table [n_slots, max_len]; lengths, last_tokens [n_slots]: cells of a slot, and
-// its token that has none yet; bases [n_slots]: the position of a slot's first cell. Of each row: tokens, positions; cells: where its key and value go; starts: where its list
-// begins in the flat cell_table; n_visible: the list's length, its own cell the last; n_hidden: cells before the window
-// (`window` cells are seen; 0: all). Slot 0 is of padding: length 0, cell 0, for ever. A slot is in one row at most, and
-// has room for a cell: the host plans so.
+// plan [n_rows]: slot and new cell. cell_table [n_slots, max_len]. lengths, last_tokens [n_slots]: number of cells of a
+// slot, and its token that has no cell yet. bases [n_slots]: next position minus length. Arrays by row: tokens,
+// positions; cells: the cell of its key and value; starts: the start of its list in the flat cell_table; n_visible: the
+// length of the list, whose last cell is its own; n_hidden: cells before the window (`window` cells are seen; 0: all).
+//
+// Slot 0 belongs to padding: it always has length 0 and cell 0. The host makes sure that every other slot is in at most
+// one row and has fewer than max_len cells.
 extern "C" __global__ void __launch_bounds__(256) step_begin(
     const uint2* __restrict__ plan, unsigned* __restrict__ cell_table, int* __restrict__ lengths,
     const int* __restrict__ bases, const int* __restrict__ last_tokens, int* __restrict__ tokens, int* __restrict__ positions,
@@ -31,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(256) step_begin(
     n_visible[row] = length;
 }
 
-// Cells move: in each of gridDim.y arrays, `stride` bytes apart, cell moves[i].y becomes moves[i].x. No cell is both
-// written and anything else. cell_bytes is a multiple of 16.
+// Copies cell moves[i].x to cell moves[i].y in each of gridDim.y arrays, which are `stride` bytes apart. A cell that is
+// written is in no other move. cell_bytes is a multiple of 16.
 extern "C" __global__ void __launch_bounds__(128) copy_cells(unsigned char* __restrict__ arrays,
                                                              const uint2* __restrict__ moves, unsigned long long stride,
                                                              int cell_bytes) {

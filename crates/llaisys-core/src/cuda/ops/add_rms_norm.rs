@@ -1,4 +1,4 @@
-//! `add_rms_norm`: `add`, then `rms_norm`. Meaning: `ops/reference/{add,rms_norm}.rs`.
+//! `add_rms_norm`: `add`, then `rms_norm`. Definition: `ops/reference/{add,rms_norm}.rs`.
 
 use crate::cuda::device::{Arg, Device, DevicePtr, Element, Launch};
 use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
@@ -17,10 +17,10 @@ pub static SOURCE: KernelSource = KernelSource {
     }],
 };
 
-/// The widest row that a block holds in its registers.
+/// The widest row that a block keeps in its registers.
 pub const MAX_WIDTH: usize = 256 * 8 * 8;
 
-/// The kernel for a storage type.
+/// Returns the kernel for a storage type.
 pub fn function(element: Element) -> Function {
     SOURCE.function(&[kernel_source::storage(element)], "add_rms_norm")
 }
@@ -28,36 +28,44 @@ pub fn function(element: Element) -> Function {
 /// `residual += x; out = rms_norm(residual)`.
 #[derive(Debug, Clone, Copy)]
 pub struct AddRmsNorm {
-    /// Of residual stream, branch and result.
+    /// Type of the residual stream, the branch and the result.
     pub element: Element,
-    /// `[n_rows, width]`, changed unless `x` is NULL.
+    /// `[n_rows, width]`; replaced by the sum unless `x` is NULL.
     pub residual: DevicePtr,
-    /// The branch `[n_rows, width]`, or NULL: the residual stream is only normed.
+    /// The branch `[n_rows, width]`; NULL: nothing is added.
     pub x: DevicePtr,
     /// `[width]` f32
     pub weight: DevicePtr,
-    /// `[n_rows, width]`; may be `x`, not `residual`.
+    /// `[n_rows, width]`; may be `x`, but not `residual`.
     pub out: DevicePtr,
     /// Rows, at least one.
     pub n_rows: usize,
     /// Elements of a row: a multiple of 8, at most [`MAX_WIDTH`].
     pub width: usize,
-    /// Added to the mean of squares.
+    /// Added to the mean square.
     pub eps: f32,
-    /// The normed value is rounded before it meets the weight, as Llama's form does and Gemma's does not.
+    /// Round the normed value before it is multiplied by the weight: Llama does, Gemma does not.
     pub rounds_twice: bool,
 }
 
 impl AddRmsNorm {
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics if `width` is no multiple of 8 or over [`MAX_WIDTH`]. Errors: [`Device::launch`]'s.
+    /// Panics if `width` is not a multiple of 8 or is over [`MAX_WIDTH`]. Errors: an array ends too early; those of
+    /// [`Device::launch`].
     pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         assert!(self.width.is_multiple_of(8) && self.width <= MAX_WIDTH, "rows of {} elements", self.width);
-        device.launch(&Launch {
+        let n_bytes = self.element.n_bytes(self.n_rows * self.width);
+        self.residual.array(SOURCE.name, n_bytes)?;
+        if self.x != DevicePtr::NULL {
+            self.x.array(SOURCE.name, n_bytes)?;
+        }
+        self.weight.array(SOURCE.name, Element::F32.n_bytes(self.width))?;
+        self.out.array(SOURCE.name, n_bytes)?;
+        let launch = Launch {
             function: &function(self.element),
             grid: [self.n_rows as u32, 1, 1],
-            // No more threads than pieces of 8.
+            // At most one thread for each 8 elements.
             block: (self.width / 8).next_multiple_of(32).min(256) as u32,
             shared_bytes: 0,
             args: &[
@@ -69,6 +77,8 @@ impl AddRmsNorm {
                 Arg::F32(self.eps),
                 Arg::I32(self.rounds_twice.into()),
             ],
-        })
+        };
+        // SAFETY: the kernel indexes by row and column only, and `array` checked each array for all rows.
+        unsafe { device.launch(&launch) }
     }
 }

@@ -1,15 +1,15 @@
-//! What both attention kernels are given. Meaning: `ops/reference/attention.rs`.
+//! The arrays and shapes of both attention kernels. Definition: `ops/reference/attention.rs`.
 
 use crate::cuda::device::{Arg, DevicePtr, Element};
 use crate::cuda::kernel_source::{HEAD_WIDTHS, storage};
 use crate::error::Unsupported;
 use crate::ops::Scoring;
 
-/// Queries, keys, values, and what each row sees: row r sees `cells[start + n_hidden[r]..start + n_visible[r]]`, its
-/// own cell last, where `start` is that of its sequence's list.
+/// Queries, keys, values, and the cells that each row sees: row r sees `cells[start + n_hidden[r]..start +
+/// n_visible[r]]`. Its own cell is the last, and `start` is the start of its sequence's list.
 #[derive(Debug, Clone, Copy)]
 pub struct Attention {
-    /// Of queries, keys, values and result.
+    /// Type of queries, keys, values and the result.
     pub element: Element,
     /// Query heads; a multiple of `n_kv_heads`.
     pub n_heads: usize,
@@ -19,8 +19,8 @@ pub struct Attention {
     pub d_head: usize,
     /// `[n_rows, n_heads, d_head]`, rotated, aligned to 16 bytes.
     pub q: DevicePtr,
-    /// Elements from one row of `q` to the next, a multiple of 8: at least `n_heads * d_head`, more where `q` lies in
-    /// the rows of qkv.
+    /// Elements from one row of `q` to the next, a multiple of 8: at least `n_heads * d_head`, more where `q` is a part
+    /// of the rows of qkv.
     pub q_width: usize,
     /// `[n_cells, n_kv_heads, d_head]`, aligned to 16 bytes.
     pub k: DevicePtr,
@@ -32,14 +32,14 @@ pub struct Attention {
     pub n_hidden: DevicePtr,
     /// `[n_rows]` i32
     pub n_visible: DevicePtr,
-    /// How scores come about.
+    /// The scale and soft cap of scores.
     pub scoring: Scoring,
     /// `[n_rows, n_heads, d_head]`
     pub out: DevicePtr,
 }
 
 impl Attention {
-    /// Query heads that read one kv head.
+    /// Returns the query heads that read one KV head.
     pub fn group(&self) -> usize {
         self.n_heads / self.n_kv_heads
     }
@@ -49,8 +49,8 @@ impl Attention {
         [storage(self.element), ("LL_D", self.d_head as u32)]
     }
 
-    /// The last parameters of both kernels: scale_log2, cap_scale, cap. Exponents are of two, so scores are multiplied
-    /// by log2(e) as well; bent scores have their scale already.
+    /// Returns the last parameters of both kernels: scale_log2, cap_scale, cap. The kernels compute powers of two, so
+    /// scores are multiplied by log2(e) as well. Capped scores have their scale already.
     pub(super) fn scoring_args(&self) -> [Arg; 3] {
         let log2_e = std::f32::consts::LOG2_E;
         let Scoring { scale, soft_cap } = self.scoring;
@@ -61,21 +61,21 @@ impl Attention {
         args.map(Arg::F32)
     }
 
-    /// Panics if shapes are none that the kernels know: the decoder asked [`supported`] when it was built.
+    /// Panics on shapes that the kernels do not support. `forward/support.rs` refuses such models with an error before.
     pub(super) fn check(&self) {
         let Self { n_heads, n_kv_heads, d_head, q_width, .. } = *self;
         assert!(supported(d_head).is_ok(), "heads of {d_head}");
         assert!(
             n_kv_heads > 0 && n_heads.is_multiple_of(n_kv_heads),
-            "{n_heads} query heads, {n_kv_heads} kv heads"
+            "{n_heads} query heads, {n_kv_heads} KV heads"
         );
         assert!(q_width >= n_heads * d_head && q_width.is_multiple_of(8), "rows of q {q_width} apart");
     }
 }
 
-/// Whether the kernels know heads of this width.
+/// Checks that the kernels support heads of this width.
 ///
-/// Errors: [`Unsupported::Feature`], which names those that they know.
+/// Errors: [`Unsupported::Feature`], which names the supported widths.
 pub fn supported(d_head: usize) -> Result<(), Unsupported> {
     if HEAD_WIDTHS.contains(&(d_head as u32)) {
         return Ok(());

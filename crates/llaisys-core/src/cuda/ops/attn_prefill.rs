@@ -1,4 +1,4 @@
-//! Attention of chunks of prompts: many rows of a sequence, several sequences in one launch.
+//! Attention of chunks of prompts: many rows of each sequence, and several sequences in one launch.
 
 use super::attention::Attention;
 use crate::cuda::device::{Arg, Device, DevicePtr, Launch};
@@ -18,7 +18,7 @@ pub static SOURCE: KernelSource = KernelSource {
         include_str!("../kernels/attn_prefill.cu")
     ),
     variants: kernel_source::by_storage_and_head,
-    // The bound is that of two blocks on an SM; where three are meant, more than 168 registers would be spills.
+    // The bound is that of two blocks per SM. Where there are three, more than 168 registers would be spills.
     kernels: &[Kernel {
         name: "attn_prefill",
         max_threads: 128,
@@ -27,17 +27,17 @@ pub static SOURCE: KernelSource = KernelSource {
     }],
 };
 
-/// Packed rows of a tile, and keys of a step.
+/// The most packed rows of a tile, and the keys of a step.
 const TILE: usize = 64;
 
-/// Two stages of keys and values, rows 8 elements longer than a head, and two stages of cells.
+/// Two stages of keys and values, in rows 8 elements longer than a head, and two stages of cells.
 fn shared_bytes(module: &KernelModule) -> u32 {
     let row = 2 * (module.constant("LL_D") + 8);
     2 * TILE as u32 * (2 * row + 4)
 }
 
-/// What one block does for each kv head: `n_packed` of the packed rows of one sequence, from `first` on. Packed row p of
-/// a sequence is query head `p % group` of the kv head's group, of token row `row + p / group`.
+/// The work of one block for each KV head: `n_packed` packed rows of one sequence, from `first` on. Packed row p of a
+/// sequence is query head `p % group` of the KV head's group, of token row `row + p / group`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tile {
     /// The sequence's first row.
@@ -46,11 +46,11 @@ pub struct Tile {
     pub first: u32,
     /// Packed rows, 1 to 64.
     pub n_packed: u32,
-    /// Where the sequence's cells begin in the list.
+    /// The start of the sequence's cells in the list.
     pub start: u32,
-    /// What some row sees of them.
+    /// The range of them that some row sees.
     pub seen: (u32, u32),
-    /// What every row sees of them; nothing if the first is not below the second.
+    /// The range of them that every row sees; empty if the first number is not below the second.
     pub seen_by_all: (u32, u32),
 }
 
@@ -58,7 +58,7 @@ impl Tile {
     /// Bytes on the device.
     pub const BYTES: usize = 32;
 
-    /// As the kernel reads it.
+    /// Returns the tile as the kernel reads it.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let Self { row, first, n_packed, start, seen, seen_by_all } = self;
         let words = [row, first, n_packed, start, seen.0, seen.1, seen_by_all.0, seen_by_all.1];
@@ -87,8 +87,8 @@ impl Tile {
     }
 }
 
-/// The tiles of `rows`, those that see most first: the last blocks to start are then short. Rows with one `start` that
-/// follow each other are one sequence. `group`: query heads that read one kv head.
+/// Returns the tiles of `rows`. The tiles that see most come first, so the last blocks to start are short. Adjacent
+/// rows with the same `start` are one sequence. `group`: query heads that read one KV head.
 pub fn tiles(rows: &[AttentionRow], group: usize) -> Vec<Tile> {
     let mut tiles = Vec::new();
     let mut first = 0;
@@ -106,30 +106,35 @@ pub fn tiles(rows: &[AttentionRow], group: usize) -> Vec<Tile> {
 /// Attention of the rows of a list of tiles.
 #[derive(Debug, Clone, Copy)]
 pub struct AttnPrefill {
-    /// What is attended to.
+    /// Queries, keys and values.
     pub attention: Attention,
-    /// `[n_tiles]` of [`Tile`], by [`tiles`] of the same rows.
+    /// `[n_tiles]` of [`Tile`]: [`tiles`] of the same rows.
     pub tiles: DevicePtr,
     /// Tiles, 1 to 65535.
     pub n_tiles: usize,
 }
 
 impl AttnPrefill {
-    /// The kernel for these heads.
+    /// Returns the kernel for these heads.
     pub fn function(attention: &Attention) -> Function {
         SOURCE.function(&attention.constants(), "attn_prefill")
     }
 
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics on shapes that the kernel does not know. Errors: [`Device::launch`]'s.
-    pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+    /// Panics on shapes that the kernel does not support. Errors: the tiles end too early; those of [`Device::launch`].
+    ///
+    /// # Safety
+    /// When the kernel runs, `tiles` are those of rows that the arrays of `attention` have. Each row sees a part of
+    /// `cells` that exists, and `k` and `v` have the cells that it sees.
+    pub unsafe fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         let of = &self.attention;
         of.check();
         assert!((1..=65535).contains(&self.n_tiles), "{} tiles", self.n_tiles);
+        self.tiles.array(SOURCE.name, self.n_tiles * Tile::BYTES)?;
         let function = Self::function(of);
         let [scale_log2, cap_scale, cap] = of.scoring_args();
-        device.launch(&Launch {
+        let launch = Launch {
             function: &function,
             grid: [of.n_kv_heads as u32, self.n_tiles as u32, 1],
             block: 128,
@@ -149,7 +154,9 @@ impl AttnPrefill {
                 cap_scale,
                 cap,
             ],
-        })
+        };
+        // SAFETY: `array` checked the tiles; the caller promises the rows and what they see.
+        unsafe { device.launch(&launch) }
     }
 }
 
@@ -157,9 +164,9 @@ impl AttnPrefill {
 mod tests {
     use super::*;
 
-    /// Two sequences, the second with a window; tokens that are torn between tiles belong to both.
+    /// Two sequences, the second with a window. A token whose heads are in two tiles belongs to both.
     #[test]
-    fn tiles_cover_every_packed_row_once_and_know_what_they_see() {
+    fn tiles_cover_every_packed_row_once_with_the_ranges_that_rows_see() {
         let row = |start, n_hidden, n_visible| AttentionRow { start, n_hidden, n_visible };
         let mut rows: Vec<AttentionRow> = (0..20).map(|i| row(0, 0, 101 + i)).collect();
         rows.extend((0..3).map(|i| row(120, 500 + i, 600 + i)));

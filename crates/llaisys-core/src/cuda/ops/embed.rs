@@ -1,4 +1,4 @@
-//! `embed`: rows of the embedding table. Meaning: `ops/reference/embed.rs`.
+//! `embed`: rows of the embedding table. Definition: `ops/reference/embed.rs`.
 
 use crate::cuda::device::{Arg, Device, DevicePtr, Element, Launch};
 use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
@@ -17,7 +17,7 @@ pub static SOURCE: KernelSource = KernelSource {
     }],
 };
 
-/// The kernel for a storage type.
+/// Returns the kernel for a storage type.
 pub fn function(element: Element) -> Function {
     SOURCE.function(&[kernel_source::storage(element)], "embed")
 }
@@ -25,7 +25,7 @@ pub fn function(element: Element) -> Function {
 /// `out[r] = table[tokens[r]]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Embed {
-    /// Of table and result.
+    /// Type of the table and the result.
     pub element: Element,
     /// `[vocab_size, width]`
     pub table: DevicePtr,
@@ -40,12 +40,17 @@ pub struct Embed {
 }
 
 impl Embed {
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics if `width` is no multiple of 8. Errors: [`Device::launch`]'s.
-    pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+    /// Panics if `width` is not a multiple of 8. Errors: an array ends too early; those of [`Device::launch`].
+    ///
+    /// # Safety
+    /// When the kernel runs, `table` has a row for each of `tokens`.
+    pub unsafe fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         assert!(self.width.is_multiple_of(8), "rows of {} elements", self.width);
-        device.launch(&Launch {
+        self.tokens.array(SOURCE.name, 4 * self.n_rows)?;
+        self.out.array(SOURCE.name, self.element.n_bytes(self.n_rows * self.width))?;
+        let launch = Launch {
             function: &function(self.element),
             grid: [self.n_rows as u32, 1, 1],
             block: 128,
@@ -56,6 +61,8 @@ impl Embed {
                 Arg::Ptr(self.out),
                 Arg::I32(self.width as i32),
             ],
-        })
+        };
+        // SAFETY: `array` checked the arrays for all rows; the caller promises the tokens.
+        unsafe { device.launch(&launch) }
     }
 }

@@ -1,4 +1,4 @@
-//! `gate`: SwiGLU or GeGLU. Meaning: `ops/reference/{swiglu,geglu}.rs`.
+//! `gate`: SwiGLU or GeGLU. Definition: `ops/reference/{swiglu,geglu}.rs`.
 
 use crate::cuda::device::{Arg, Device, DevicePtr, Element, Launch};
 use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
@@ -31,7 +31,7 @@ fn constants(element: Element, kind: GateKind) -> [(&'static str, u32); 2] {
     [kernel_source::storage(element), ("LL_GATE", number)]
 }
 
-/// The kernel for a storage type.
+/// Returns the kernel for a storage type and an activation.
 pub fn function(element: Element, kind: GateKind) -> Function {
     SOURCE.function(&constants(element, kind), "gate")
 }
@@ -39,9 +39,9 @@ pub fn function(element: Element, kind: GateKind) -> Function {
 /// `out = f(gate) * up`.
 #[derive(Debug, Clone, Copy)]
 pub struct Gate {
-    /// Of input and result.
+    /// Type of the input and the result.
     pub element: Element,
-    /// Which f.
+    /// The activation f.
     pub kind: GateKind,
     /// `[n_rows, 2 width]`: gate, then up.
     pub gate_up: DevicePtr,
@@ -54,17 +54,22 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics if `width` is no multiple of 8. Errors: [`Device::launch`]'s.
+    /// Panics if `width` is not a multiple of 8. Errors: an array ends too early; those of [`Device::launch`].
     pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         assert!(self.width.is_multiple_of(8), "rows of {} elements", self.width);
-        device.launch(&Launch {
+        let n_bytes = self.element.n_bytes(self.n_rows * self.width);
+        self.gate_up.array(SOURCE.name, 2 * n_bytes)?;
+        self.out.array(SOURCE.name, n_bytes)?;
+        let launch = Launch {
             function: &function(self.element, self.kind),
             grid: [self.n_rows as u32, self.width.div_ceil(256 * 8) as u32, 1],
             block: 256,
             shared_bytes: 0,
             args: &[Arg::Ptr(self.gate_up), Arg::Ptr(self.out), Arg::I32(self.width as i32)],
-        })
+        };
+        // SAFETY: the kernel indexes by row and column only, and `array` checked both arrays for all rows.
+        unsafe { device.launch(&launch) }
     }
 }

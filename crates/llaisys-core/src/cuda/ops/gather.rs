@@ -1,5 +1,5 @@
-//! `gather`: chosen rows, one after the other. Meaning: `ops/reference/gather.rs`. Its kernel is `embed`'s: a token is
-//! the number of a row.
+//! `gather`: copies the chosen rows. Definition: `ops/reference/gather.rs`. The kernel is that of `embed`, with row
+//! indices for tokens.
 
 use super::embed::Embed;
 use crate::cuda::device::{Device, DevicePtr, Element};
@@ -8,7 +8,7 @@ use crate::error::DeviceError;
 /// `out[i] = x[rows[i]]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather {
-    /// Of `x` and the result.
+    /// Type of `x` and the result.
     pub element: Element,
     /// `[n, width]`
     pub x: DevicePtr,
@@ -23,11 +23,15 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics if `width` is no multiple of 8. Errors: [`Device::launch`]'s.
-    pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+    /// Panics if `width` is not a multiple of 8. Errors: an array ends too early; those of [`Device::launch`].
+    ///
+    /// # Safety
+    /// When the kernel runs, `x` has each of `rows`.
+    pub unsafe fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         let Self { element, x: table, rows: tokens, out, n_rows, width } = *self;
-        Embed { element, table, tokens, out, n_rows, width }.launch(device)
+        // SAFETY: the caller's promise.
+        unsafe { Embed { element, table, tokens, out, n_rows, width }.launch(device) }
     }
 }

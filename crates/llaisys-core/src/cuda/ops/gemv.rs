@@ -1,4 +1,4 @@
-//! Products of few rows with a weight, by our own kernel: where they are bound by the weight's bytes alone.
+//! Products of few rows with a weight by our own kernel. Reading the weight bounds their time.
 
 use crate::cuda::device::{Arg, Device, Element, Launch, Product};
 use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
@@ -20,12 +20,12 @@ pub static SOURCE: KernelSource = KernelSource {
     ],
 };
 
-/// Rows of the input at most.
+/// The most rows of the input.
 pub const MAX_ROWS: usize = 8;
-/// Rows of the weight that one block does.
+/// Rows of the weight that one block computes.
 const BLOCK_ROWS: usize = 16;
 
-/// Whether the kernel does this product: up to [`MAX_ROWS`] rows of a multiple of 8 columns.
+/// Returns whether the kernel computes this product: up to [`MAX_ROWS`] rows, and columns in multiples of 8.
 pub fn fits(product: &Product) -> bool {
     (1..=MAX_ROWS).contains(&product.m)
         && product.k.is_multiple_of(8)
@@ -33,18 +33,19 @@ pub fn fits(product: &Product) -> bool {
         && (product.out_element == Element::F32 || product.out_element == product.element)
 }
 
-/// The kernel for these types.
+/// Returns the kernel for these types.
 pub fn function(element: Element, out_element: Element) -> Function {
     let name = if out_element == Element::F32 { "gemv_f32" } else { "gemv" };
     SOURCE.function(&[kernel_source::storage(element)], name)
 }
 
-/// Starts a product that [`fits`]; input and weight are aligned to 16 bytes.
+/// Launches a product that [`fits`]. Input and weight are aligned to 16 bytes.
 ///
-/// Panics on one that does not fit. Errors: [`Device::launch`]'s.
+/// Panics on a product that does not fit. Errors: an array ends too early; those of [`Device::launch`].
 pub fn launch(device: &dyn Device, product: &Product) -> Result<(), DeviceError> {
     assert!(fits(product), "{product:?}");
-    device.launch(&Launch {
+    product.check()?;
+    let launch = Launch {
         function: &function(product.element, product.out_element),
         grid: [product.n.div_ceil(BLOCK_ROWS) as u32, 1, 1],
         block: 256,
@@ -58,5 +59,7 @@ pub fn launch(device: &dyn Device, product: &Product) -> Result<(), DeviceError>
             Arg::I32(product.n as i32),
             Arg::I32(product.k as i32),
         ],
-    })
+    };
+    // SAFETY: the kernel indexes by m, n and k only, and `check` accepted the arrays.
+    unsafe { device.launch(&launch) }
 }

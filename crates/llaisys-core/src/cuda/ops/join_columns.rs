@@ -1,4 +1,4 @@
-//! `join_columns`: rows of which several ranks have computed a part of the columns each, put together.
+//! `join_columns`: joins the columns of rows, of which each rank has computed a part.
 
 use crate::cuda::device::{Arg, Device, DevicePtr, Element, Launch};
 use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
@@ -17,20 +17,20 @@ pub static SOURCE: KernelSource = KernelSource {
     }],
 };
 
-/// One: f32 is the same beside every storage type, and `prim.cuh` wants one.
+/// One variant: the kernel uses f32 only, but `prim.cuh` needs some storage type.
 fn variants() -> Vec<Vec<(&'static str, u32)>> {
     vec![vec![kernel_source::storage(Element::Bf16)]]
 }
 
-/// The kernel.
+/// Returns the kernel.
 pub fn function() -> Function {
     SOURCE.function(&[kernel_source::storage(Element::Bf16)], "join_columns")
 }
 
-/// `out[row, part * width + i] = parts[part, row, i]` of f32, as far as the row goes.
+/// `out[row, part * width + i] = parts[part, row, i]` in f32, for the columns that `out` has.
 #[derive(Debug, Clone, Copy)]
 pub struct JoinColumns {
-    /// `[n_parts, n_rows, width]`, with `n_parts * width` columns or more than there are.
+    /// `[n_parts, n_rows, width]`, with `n_parts * width >= n_columns`.
     pub parts: DevicePtr,
     /// `[n_rows, n_columns]`
     pub out: DevicePtr,
@@ -38,14 +38,17 @@ pub struct JoinColumns {
     pub n_rows: usize,
     /// Columns of a part.
     pub width: usize,
-    /// Columns of the whole.
+    /// Columns of the result.
     pub n_columns: usize,
 }
 
 impl JoinColumns {
-    /// Starts it. Errors: [`Device::launch`]'s.
+    /// Launches the kernel. Errors: an array ends too early; those of [`Device::launch`].
     pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
-        device.launch(&Launch {
+        let n_parts = self.n_columns.div_ceil(self.width);
+        self.parts.array(SOURCE.name, Element::F32.n_bytes(n_parts * self.n_rows * self.width))?;
+        self.out.array(SOURCE.name, Element::F32.n_bytes(self.n_rows * self.n_columns))?;
+        let launch = Launch {
             function: &function(),
             grid: [self.n_rows as u32, self.n_columns.div_ceil(256) as u32, 1],
             block: 256,
@@ -57,6 +60,8 @@ impl JoinColumns {
                 Arg::I32(self.width as i32),
                 Arg::I32(self.n_columns as i32),
             ],
-        })
+        };
+        // SAFETY: the kernel indexes by row and column only, and `array` checked both arrays for all rows.
+        unsafe { device.launch(&launch) }
     }
 }

@@ -1,18 +1,29 @@
-//! The ops on a device: `../kernels/<op>.cu` is the kernel, `<op>.rs` checks its arrays and launches it on a
+//! The ops on a device. `../kernels/<op>.cu` is the kernel; `<op>.rs` checks its arrays and launches it on a
 //! [`Device`](crate::cuda::device::Device). `ops/reference/<op>.rs` defines what the op computes, as for the CPU.
 
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod add_rms_norm;
 pub mod attention;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod attn_decode;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod attn_prefill;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod embed;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod gate;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod gather;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod gemv;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod join_columns;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod rope_kv_store;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod sample;
 pub mod sample_tables;
+#[allow(unsafe_code, reason = "launches a kernel")]
 pub mod step;
 
 use super::kernel_source::{KernelSource, module_json};

@@ -1,5 +1,5 @@
-//! `rope_kv_store`: norms of q and k, `rope`, `kv_store` in one; and `rope_shift` of stored keys. Meaning:
-//! `ops/reference/{rms_norm,rope,kv_store}.rs`.
+//! `rope_kv_store`: the norms of q and k, `rope` and `kv_store` in one kernel; `rope_shift`: rotates stored keys.
+//! Definitions: `ops/reference/{rms_norm,rope,kv_store}.rs`.
 
 use crate::cuda::device::{Arg, Device, DevicePtr, Element, Launch};
 use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
@@ -28,15 +28,15 @@ pub static SOURCE: KernelSource = KernelSource {
 
 /// The widest head.
 pub const MAX_D_HEAD: usize = 256;
-/// Heads that a block does, one a warp.
+/// Heads of a block, one per warp.
 const HEADS_OF_A_BLOCK: usize = 8;
 
-/// The kernel for a storage type.
+/// Returns [`RopeKvStore`]'s kernel for a storage type.
 pub fn function(element: Element) -> Function {
     SOURCE.function(&[kernel_source::storage(element)], "rope_kv_store")
 }
 
-/// [`RopeShift`]'s kernel for a storage type.
+/// Returns [`RopeShift`]'s kernel for a storage type.
 pub fn shift_function(element: Element) -> Function {
     SOURCE.function(&[kernel_source::storage(element)], "rope_shift")
 }
@@ -53,7 +53,7 @@ pub struct HeadShape {
 }
 
 impl HeadShape {
-    /// Heads of a row of the qkv product: query heads, key heads, value heads.
+    /// Returns the heads of a row of qkv: query heads, key heads, value heads.
     pub fn n_all(&self) -> usize {
         self.n_heads + 2 * self.n_kv_heads
     }
@@ -64,20 +64,20 @@ impl HeadShape {
     }
 }
 
-/// Norms and rotates q and k of each row, q in place, and stores k and v in the row's cell.
+/// Norms and rotates the q and k of each row, q in place, and stores k and v in the row's cell.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeKvStore {
-    /// Of activations and cells.
+    /// Type of activations and cells.
     pub element: Element,
     /// Heads of a row.
     pub shape: HeadShape,
-    /// `[n_rows, n_heads + 2 n_kv_heads, d_head]`; of it the query heads are changed.
+    /// `[n_rows, n_heads + 2 n_kv_heads, d_head]`; only the query heads change.
     pub qkv: DevicePtr,
-    /// Weight of the norm of query heads `[d_head]` f32, or NULL: they are not normed.
+    /// Weight of the norm of query heads, `[d_head]` f32; NULL: no norm.
     pub q_norm: DevicePtr,
-    /// As `q_norm`, of key heads.
+    /// As `q_norm`, for key heads.
     pub k_norm: DevicePtr,
-    /// Added to the mean of squares.
+    /// Added to the mean square.
     pub eps: f32,
     /// `[n_positions, d_head / 2]` f32
     pub cos: DevicePtr,
@@ -85,7 +85,7 @@ pub struct RopeKvStore {
     pub sin: DevicePtr,
     /// `[n_rows]` i32, each in `0..n_positions`; 0 for padding.
     pub positions: DevicePtr,
-    /// `[n_rows]` u32, the device's numbers of cells; 0 for padding.
+    /// `[n_rows]` u32, the device's cell numbers; 0 for padding.
     pub cells: DevicePtr,
     /// The layer's keys `[n_cells, n_kv_heads, d_head]`.
     pub keys: DevicePtr,
@@ -96,12 +96,25 @@ pub struct RopeKvStore {
 }
 
 impl RopeKvStore {
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics on a head that the kernel does not hold. Errors: [`Device::launch`]'s.
-    pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+    /// Panics on a head width that the kernel does not support. Errors: an array ends too early; those of
+    /// [`Device::launch`].
+    ///
+    /// # Safety
+    /// When the kernel runs, `cos` and `sin` have each of `positions`, and `keys` and `values` each of `cells`.
+    pub unsafe fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         self.shape.check();
-        device.launch(&Launch {
+        let d = self.shape.d_head;
+        self.qkv.array(SOURCE.name, self.element.n_bytes(self.n_rows * self.shape.n_all() * d))?;
+        for norm in [self.q_norm, self.k_norm] {
+            if norm != DevicePtr::NULL {
+                norm.array(SOURCE.name, Element::F32.n_bytes(d))?;
+            }
+        }
+        self.positions.array(SOURCE.name, 4 * self.n_rows)?;
+        self.cells.array(SOURCE.name, 4 * self.n_rows)?;
+        let launch = Launch {
             function: &function(self.element),
             grid: [self.n_rows as u32, self.shape.n_all().div_ceil(HEADS_OF_A_BLOCK) as u32, 1],
             block: 256,
@@ -121,36 +134,46 @@ impl RopeKvStore {
                 Arg::I32(self.shape.d_head as i32),
                 Arg::F32(self.eps),
             ],
-        })
+        };
+        // SAFETY: `array` checked the arrays for all rows; the caller promises positions and cells.
+        unsafe { device.launch(&launch) }
     }
 }
 
-/// Turns the keys of cells whose sequence moved by one distance.
+/// Rotates the stored keys of cells whose positions change by one distance.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeShift {
-    /// Of the cells.
+    /// Type of the cells.
     pub element: Element,
-    /// Heads of a cell; `n_heads` is not looked at.
+    /// Heads of a cell; `n_heads` is not used.
     pub shape: HeadShape,
     /// The layer's keys `[.., n_kv_heads, d_head]`.
     pub keys: DevicePtr,
-    /// `[n_cells]` u32, the device's numbers, none twice.
+    /// `[n_cells]` u32, the device's cell numbers, all different.
     pub cells: DevicePtr,
-    /// Of the distance, `[d_head / 2]` f32.
+    /// Of the distance: `[d_head / 2]` f32.
     pub cos: DevicePtr,
-    /// Of the distance, `[d_head / 2]` f32.
+    /// Of the distance: `[d_head / 2]` f32.
     pub sin: DevicePtr,
     /// Cells, at least one.
     pub n_cells: usize,
 }
 
 impl RopeShift {
-    /// Starts it.
+    /// Launches the kernel.
     ///
-    /// Panics on a head that the kernel does not hold. Errors: [`Device::launch`]'s.
-    pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+    /// Panics on a head width that the kernel does not support. Errors: an array ends too early; those of
+    /// [`Device::launch`].
+    ///
+    /// # Safety
+    /// When the kernel runs, `keys` has each of `cells`.
+    pub unsafe fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
         self.shape.check();
-        device.launch(&Launch {
+        self.cells.array(SOURCE.name, 4 * self.n_cells)?;
+        for angles in [self.cos, self.sin] {
+            angles.array(SOURCE.name, Element::F32.n_bytes(self.shape.d_head / 2))?;
+        }
+        let launch = Launch {
             function: &shift_function(self.element),
             grid: [self.n_cells as u32, self.shape.n_kv_heads.div_ceil(HEADS_OF_A_BLOCK) as u32, 1],
             block: 256,
@@ -163,6 +186,8 @@ impl RopeShift {
                 Arg::I32(self.shape.n_kv_heads as i32),
                 Arg::I32(self.shape.d_head as i32),
             ],
-        })
+        };
+        // SAFETY: `array` checked cells and angles; the caller promises that the cells exist.
+        unsafe { device.launch(&launch) }
     }
 }

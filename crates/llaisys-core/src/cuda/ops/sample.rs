@@ -1,7 +1,8 @@
-//! `sample`: from logits to tokens and their logprobs. Meaning: [`crate::sample::sample`]. Greedy rows are rows like
-//! any other, so there is no kernel of its own for them.
+//! `sample`: from logits to tokens and their logprobs. Definition: [`crate::sample::sample`]. Greedy rows use the same
+//! kernels.
 //!
-//! What a row asks for is read from the tables of its slot, so a captured launch serves whatever the slots hold.
+//! The kernels read a row's sampling parameters from the tables of its slot, so a captured launch can be replayed while
+//! slots change.
 
 use super::sample_tables::{MAX_TOP, SampleTables};
 use crate::cuda::device::{Arg, Device, DevicePtr, Element, Launch};
@@ -9,7 +10,7 @@ use crate::cuda::kernel_source::{self, Function, Kernel, KernelSource};
 use crate::error::DeviceError;
 use crate::sample::{Logprobs, Outcome, RowFault};
 
-/// `kernels/sample.cu`. It knows logits only, in f32: one module serves both storage types.
+/// `kernels/sample.cu`. It uses f32 logits only, so one module serves both storage types.
 pub static SOURCE: KernelSource = KernelSource {
     name: "sample",
     text: concat!(
@@ -45,60 +46,65 @@ const SCAN_THREADS: u32 = 256;
 const DRAW_THREADS: u32 = 512;
 /// Logits of a block of the first kernel.
 const CHUNK: usize = 4096;
-/// Of a `ChunkStat` in `sample.cu`.
+/// Bytes of a `ChunkStat` in `sample.cuh`.
 const STAT_BYTES: usize = 64;
-/// Of a row's result.
+/// Bytes of a row's result.
 pub const RESULT_BYTES: usize = 16;
-/// Of a row's best tokens.
+/// Bytes of a row's best tokens.
 pub const TOP_BYTES: usize = MAX_TOP * 8;
 
-/// One of the three kernels.
+/// Returns one of the three kernels.
 pub fn function(name: &'static str) -> Function {
     SOURCE.function(&[kernel_source::storage(Element::Bf16)], name)
 }
 
-/// The kernels in the order of their launches.
+/// Returns the kernels in the order of their launches.
 pub fn functions() -> [Function; 3] {
     ["sample_scan", "sample_draw", "sample_logprobs"].map(function)
 }
 
-/// Bytes of [`Sample::stats`] for so many rows.
+/// Returns the bytes of [`Sample::stats`] for `n_rows` rows.
 pub fn stats_bytes(n_rows: usize, vocab_size: usize) -> usize {
     n_rows * vocab_size.div_ceil(CHUNK) * STAT_BYTES
 }
 
-/// The next token of each row, and its logprobs where its slot asks for them.
+/// Samples the next token of each row, and computes its logprobs where its slot wants them.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'a> {
-    /// What the slots ask for, and their tokens so far, to which each row's token is added.
+    /// The sampling parameters and tokens of each slot. Each row's token is appended to its slot's.
     pub tables: &'a SampleTables,
-    /// `[n_rows, vocab_size]` f32: the model's own, not changed.
+    /// `[n_rows, vocab_size]` f32: the model's logits; not changed.
     pub logits: DevicePtr,
-    /// `[n_rows, vocab_size]` f32: logits after the rules, of those rows that have any.
+    /// `[n_rows, vocab_size]` f32: logits after penalties, biases and masks, of rows that have any.
     pub edited: DevicePtr,
-    /// `[n_rows, slot_stride]` u32, the first of each row its slot. A row of an idle slot is left out: padding.
+    /// `[n_rows, slot_stride]` u32; the first number of each row is its slot. A row of an idle slot is padding.
     pub slots: DevicePtr,
     /// 1, or 2 for the plan of [`super::step::StepBegin`].
     pub slot_stride: usize,
-    /// `[n_rows]` i32: where the row's input token stands; what is sampled stands one further.
+    /// `[n_rows]` i32: the position of the row's input token. The sampled token has the next position.
     pub positions: DevicePtr,
-    /// [`stats_bytes`] of scratch.
+    /// [`stats_bytes`] bytes of scratch.
     pub stats: DevicePtr,
     /// `[n_slots]` i32, or NULL: each slot's newest token, the input of its next step.
     pub last_tokens: DevicePtr,
     /// `[n_rows]` of [`RESULT_BYTES`].
     pub results: DevicePtr,
-    /// `[n_rows]` of [`TOP_BYTES`]; NULL if no row asks for logprobs, which saves a launch.
+    /// `[n_rows]` of [`TOP_BYTES`]; NULL if no row wants logprobs, which saves a launch.
     pub tops: DevicePtr,
-    /// Rows, at least one and at most 65535.
+    /// Rows, 1 to 65535.
     pub n_rows: usize,
 }
 
 impl Sample<'_> {
-    /// Starts it.
+    /// Launches the kernels.
     ///
-    /// Errors: [`Device::launch`]'s.
-    pub fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+    /// Errors: an array ends too early; those of [`Device::launch`].
+    ///
+    /// # Safety
+    /// When the kernels run, `tables` and `last_tokens` have each of `slots`, and the position of each row is below the
+    /// length of a row of `tables`.
+    pub unsafe fn launch(&self, device: &dyn Device) -> Result<(), DeviceError> {
+        self.check_arrays()?;
         let tables = self.tables;
         let vocab = tables.vocab_size as u32;
         let n_chunks = tables.vocab_size.div_ceil(CHUNK) as u32;
@@ -110,7 +116,11 @@ impl Sample<'_> {
             Arg::Ptr(tables.params),
         ];
         let start = |name, grid, block, args: &[Arg]| {
-            device.launch(&Launch { function: &function(name), grid, block, shared_bytes: 0, args })
+            // SAFETY: `check_arrays` checked the arrays for all rows; the caller promises slots and positions;
+            // `SampleTables::attach` checked the ids of edits.
+            unsafe {
+                device.launch(&Launch { function: &function(name), grid, block, shared_bytes: 0, args })
+            }
         };
         let by_chunk = [n_chunks, self.n_rows as u32, 1];
         let by_row = [self.n_rows as u32, 1, 1];
@@ -135,10 +145,26 @@ impl Sample<'_> {
         args.extend([self.stats, self.results, self.tops].map(Arg::Ptr));
         start("sample_logprobs", by_row, DRAW_THREADS, &args)
     }
+
+    /// Checks the arrays that are as long as the rows.
+    fn check_arrays(&self) -> Result<(), DeviceError> {
+        let (n_rows, vocab_size) = (self.n_rows, self.tables.vocab_size);
+        for logits in [self.logits, self.edited] {
+            logits.array(SOURCE.name, Element::F32.n_bytes(n_rows * vocab_size))?;
+        }
+        self.slots.array(SOURCE.name, 4 * n_rows * self.slot_stride)?;
+        self.positions.array(SOURCE.name, 4 * n_rows)?;
+        self.stats.array(SOURCE.name, stats_bytes(n_rows, vocab_size))?;
+        self.results.array(SOURCE.name, n_rows * RESULT_BYTES)?;
+        if self.tops != DevicePtr::NULL {
+            self.tops.array(SOURCE.name, n_rows * TOP_BYTES)?;
+        }
+        Ok(())
+    }
 }
 
-/// What a row gave: `result` is its part of [`Sample::results`], `top` its part of [`Sample::tops`], and `n_top` the
-/// number of best tokens that it asked for, of those that there are (`None`: no logprobs). `None` for padding.
+/// Returns the outcome of a row, `None` for padding. `result` is its part of [`Sample::results`] and `top` its part of
+/// [`Sample::tops`]. `n_top` is the number of best tokens that it wants; `None`: no logprobs.
 pub fn outcome(result: &[u8], top: &[u8], n_top: Option<u32>) -> Option<Outcome> {
     let [id, outcome, logprob, rank] = word_array(result);
     let logprobs = |n: u32| Logprobs {

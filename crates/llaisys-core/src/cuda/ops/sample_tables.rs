@@ -1,21 +1,21 @@
-//! What the slots ask of `sample`, on the device: parameters, edits of logits, masks, and the tokens so far.
+//! The tables that `sample` reads by slot: parameters, edits of logits, masks, and the tokens so far.
 //!
-//! Penalties and bad words look at the tokens themselves, so there are no counts to keep, to reset or to carry over a
-//! preemption (decision 0013).
+//! Penalties and bad words read the tokens themselves, so the device keeps no counts that a reset or a preemption would
+//! have to handle (decision 0013).
 
 use crate::cuda::device::{Device, DevicePtr};
 use crate::error::{DeviceError, Result, Unsupported};
 use crate::sample::SamplerSpec;
 
-/// Best tokens of a row at most: the API's own limit.
+/// The most best tokens of a row: the API's own limit.
 pub const MAX_TOP: usize = 20;
-/// Of a `SampleParams` in `sample.cu`.
+/// Bytes of a `SampleParams` in `sample.cuh`.
 const PARAMS_BYTES: usize = 88;
-/// Biases, bad words and held-back ids of a request at most. Those of the API's own limits fit.
+/// The most logit edits of a request: biases, bad words, and stop ids before `min_tokens`. The API's own limits fit.
 pub const MAX_EDITS: usize = 2048;
-/// Tokens of a request's bad words at most, all but the last of each, and one more for each word.
+/// The most bad-word tokens of a request, without the last token of each word, plus one for each word.
 pub const MAX_WORD_TOKENS: usize = 4096;
-/// Sums of weights stay within their integers up to here.
+/// The largest vocabulary whose sums of weights fit their integers.
 pub const MAX_VOCAB: usize = 1 << 19;
 
 const EDIT_BYTES: usize = 16;
@@ -24,12 +24,13 @@ const ACTIVE: u32 = 1;
 const GREEDY: u32 = 2;
 const PENALTIES: u32 = 4;
 
-/// The tables of `n_slots` slots. A slot is idle until something is attached.
+/// The tables of `n_slots` slots. A slot is idle until a sequence is attached.
 #[derive(Debug)]
 pub struct SampleTables {
     /// `[n_slots]` of `SampleParams`
     pub(super) params: DevicePtr,
-    /// `[n_slots, 2, ceil(vocab_size / 32)]` u32, a bit for each id that is allowed: by a grammar, by the request
+    /// `[n_slots, 2, ceil(vocab_size / 32)]` u32, one bit per allowed id: by the grammar, by the request's
+    /// `allowed_ids`
     pub(super) masks: DevicePtr,
     /// `[n_slots, MAX_EDITS]` of `Edit`
     pub(super) edits: DevicePtr,
@@ -42,23 +43,23 @@ pub struct SampleTables {
     n_slots: usize,
 }
 
-/// A sequence that takes a slot.
+/// The sampling of a sequence that is attached to a slot.
 #[derive(Debug, Clone, Copy)]
 pub struct Attach<'a> {
-    /// What it asks for, checked.
+    /// Its sampling parameters, checked.
     pub spec: &'a SamplerSpec,
     /// Its prompt, ids within the vocabulary.
     pub prompt: &'a [i32],
-    /// What of its answer there is.
+    /// The part of its completion that exists.
     pub output: &'a [i32],
     /// True if [`SampleTables::set_mask`] will be called before each step.
     pub masked: bool,
 }
 
 impl SampleTables {
-    /// Takes the memory; all slots are idle.
+    /// Allocates the memory. All slots are idle.
     ///
-    /// Errors: `Unsupported` for a vocabulary over [`MAX_VOCAB`]; those of the device.
+    /// Errors: `Unsupported` for a vocabulary over [`MAX_VOCAB`]; the device's.
     pub fn new(device: &dyn Device, n_slots: usize, vocab_size: usize, max_len: usize) -> Result<Self> {
         if vocab_size > MAX_VOCAB {
             return Err(unsupported("vocab_size on CUDA", vocab_size, "up to 524288").into());
@@ -78,15 +79,15 @@ impl SampleTables {
         })
     }
 
-    /// Errors: what the tables cannot hold of a request.
+    /// Checks that the parameters fit the tables. Errors: the first one that does not.
     pub fn check(spec: &SamplerSpec) -> Result<(), Unsupported> {
         fitting(spec, 0, 0).map(|_| ())
     }
 
-    /// Gives `slot` to a sequence, in the order of the device's work.
+    /// Attaches a sequence to `slot`, in the order of the device's work.
     ///
-    /// Panics if the slot or the sequence's length is out of bounds, which the caller's books keep. Errors:
-    /// `Unsupported` for what the tables cannot hold; those of the device. The slot is unchanged on `Unsupported`.
+    /// Panics if the slot, the sequence's length or an id of an edit is out of bounds. Errors: `Unsupported` for what
+    /// does not fit the tables, which leaves the slot unchanged; the device's.
     pub fn attach(&self, device: &dyn Device, slot: usize, of: &Attach<'_>) -> Result<()> {
         assert!(slot < self.n_slots, "slot {slot} of {}", self.n_slots);
         let n_tokens = of.prompt.len() + of.output.len();
@@ -94,6 +95,8 @@ impl SampleTables {
         let n_prompt = of.prompt.len() as u32;
         let first_word = slot * MAX_WORD_TOKENS;
         let (edits, words) = fitting(of.spec, n_prompt, first_word as u32)?;
+        let is_id = |&[id, ..]: &[u32; 4]| (id as usize) < self.vocab_size;
+        assert!(edits.iter().all(is_id), "an edit of an id outside of the vocabulary");
         let mask = |wanted: bool, which: usize| if wanted { (2 * slot + which) as u32 } else { NONE };
         let masks = [mask(of.masked, 0), mask(!of.spec.allowed_ids.is_empty(), 1)];
         let params = params_of(of.spec, [n_prompt, masks[0], masks[1]], [slot * MAX_EDITS, edits.len()]);
@@ -111,7 +114,8 @@ impl SampleTables {
         Ok(device.upload_words(self.tokens.at(slot * self.max_len * 4), tokens)?)
     }
 
-    /// What the grammar of a `masked` slot allows in its next step, `[ceil(vocab_size / 32)]`; `None`: everything.
+    /// Sets the ids that the grammar of a `masked` slot allows in its next step, `[ceil(vocab_size / 32)]`; `None`:
+    /// all.
     pub fn set_mask(
         &self,
         device: &dyn Device,
@@ -142,7 +146,7 @@ fn unsupported(what: &'static str, got: usize, supported: &'static str) -> Unsup
     Unsupported::Feature { what, value: got.to_string(), supported }
 }
 
-/// A `SampleParams`, word by word.
+/// Returns a `SampleParams`, word by word.
 fn params_of(
     spec: &SamplerSpec,
     [n_prompt, mask, allowed]: [u32; 3],
@@ -183,7 +187,7 @@ fn params_of(
     ]
 }
 
-/// As [`edits_of`]. Errors: what the tables cannot hold of a request.
+/// Returns [`edits_of`]. Errors: the first parameter that does not fit the tables.
 fn fitting(
     spec: &SamplerSpec,
     n_prompt: u32,
@@ -203,9 +207,11 @@ fn fitting(
     Ok((edits, words))
 }
 
-/// What is added to which logits, by id, the edits of one id in the sampler's order, and the words that some wait for.
-/// An edit is `[id, bias, until, word]`: for positions below `until`, and, unless `word` is NONE, only after the
-/// tokens at `word` (their number, then they), an index into the table of all slots.
+/// Returns the edits of logits, and the words that some of them depend on. Edits are sorted by id; those of one id are
+/// in the sampler's order.
+///
+/// An edit is `[id, bias, until, word]`. It applies at positions below `until`. Unless `word` is NONE, it applies only
+/// after the tokens at `word`, an index into the table of all slots (the number of tokens, then the tokens).
 fn edits_of(spec: &SamplerSpec, n_prompt: u32, first_word: u32) -> (Vec<[u32; 4]>, Vec<u32>) {
     const FORBIDDEN: u32 = f32::NEG_INFINITY.to_bits();
     let mut words = Vec::new();

@@ -1,4 +1,4 @@
-//! A context on a device under a scheduler of a few lines.
+//! A context on a device with a minimal scheduler.
 
 use crate::common::{Rows, Tiny};
 use crate::emulator::Emulator;
@@ -17,13 +17,14 @@ use std::collections::BTreeMap;
 
 const VOCAB: usize = 75;
 
-/// How a context's decodes are done.
+/// How a context decodes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum How {
-    Ahead,
-    /// Each step waits for the one before.
+    /// The next step is launched before the tokens of the previous one are known.
+    Overlap,
+    /// Each step waits for the previous one.
     Synchronous,
-    /// Logits are asked for, so every row is a pass's and the host's to sample.
+    /// Logits are requested, so a pass computes every row and the host samples it.
     ByPasses,
 }
 
@@ -34,13 +35,13 @@ fn settings(n_cells: usize) -> ContextConfig {
 
 pub(crate) fn open(model: &Tiny, n_cells: usize, device: Box<dyn Device>, how: How) -> Context {
     let folder = model.write();
-    let gpu = Gpu { device, memory_share: None, graphs: true, overlap: how == How::Ahead };
+    let gpu = Gpu { device, memory_share: None, graphs: true, overlap: how == How::Overlap };
     let context = Context::on_gpu(Checkpoint::open(&folder).unwrap(), settings(n_cells), gpu).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
     context
 }
 
-/// A sequence that runs; its first `n_done` tokens have cells.
+/// A running sequence, whose first `n_done` tokens have cells.
 #[derive(Debug, Clone)]
 struct Running {
     request: usize,
@@ -52,16 +53,16 @@ struct Running {
     spec: SamplerSpec,
 }
 
-/// A scheduler of a few lines: what it does is drawn from a seed and does not look at tokens.
+/// A minimal scheduler. Its actions depend on a seed, not on tokens.
 pub(crate) struct Host {
     context: Context,
     how: How,
     draw: SplitMix64,
     running: Vec<Running>,
-    pub(crate) answers: BTreeMap<usize, Vec<i32>>,
+    pub(crate) completions: BTreeMap<usize, Vec<i32>>,
     n_requests: usize,
-    n_segments: u64,
-    /// Of the books after each decode.
+    n_nodes: u64,
+    /// Digests of the KV cache after each decode.
     pub(crate) digests: Vec<u64>,
     pub(crate) n_exhausted: usize,
 }
@@ -73,9 +74,9 @@ impl Host {
             how,
             draw: SplitMix64::new(seed),
             running: Vec::new(),
-            answers: BTreeMap::new(),
+            completions: BTreeMap::new(),
             n_requests: 0,
-            n_segments: 0,
+            n_nodes: 0,
             digests: Vec::new(),
             n_exhausted: 0,
         }
@@ -103,7 +104,7 @@ impl Host {
         self.context.set_sampler(id, spec.clone(), prompt, output).unwrap();
     }
 
-    /// A new request: of its own, on another's first cells, or on a segment's.
+    /// Starts a request, with its own prompt or with the first cells of another sequence.
     fn admit(&mut self) {
         let stream = self.draw.below(2) as u32;
         let Ok(id) = self.context.seq_acquire(stream) else { return };
@@ -111,7 +112,7 @@ impl Host {
         if let Some(parent) = self.running.first().filter(|_| self.draw.below(2) == 0).cloned() {
             n_done = self.draw.below(parent.n_done + 1);
             tokens.extend(&parent.tokens[..n_done]);
-            // In the other arena it gets copies, if there is room.
+            // In the other stream it gets copies, if enough cells are free.
             if self.context.kv_seq_cp(parent.id, id, 0, n_done as i32).is_err() {
                 (tokens, n_done) = (Vec::new(), 0);
             }
@@ -125,19 +126,19 @@ impl Host {
     }
 
     fn release(&mut self, index: usize) {
-        let gone = self.running.swap_remove(index);
-        if self.draw.below(2) == 0 && gone.n_done > 2 {
-            // Its cells stay for a while, as in a prefix cache.
-            self.n_segments += 1;
-            let held = self.context.kv_node_cache(self.n_segments, gone.id, 0, 2).is_ok();
-            if held && self.draw.below(2) == 0 {
-                self.context.kv_node_trim(self.n_segments, 0).unwrap();
+        let ended = self.running.swap_remove(index);
+        if self.draw.below(2) == 0 && ended.n_done > 2 {
+            // Some of its cells stay cached for a while, as in a prefix cache.
+            self.n_nodes += 1;
+            let is_cached = self.context.kv_node_cache(self.n_nodes, ended.id, 0, 2).is_ok();
+            if is_cached && self.draw.below(2) == 0 {
+                self.context.kv_node_trim(self.n_nodes, 0).unwrap();
             }
         }
-        self.context.seq_release(gone.id).unwrap();
+        self.context.seq_release(ended.id).unwrap();
     }
 
-    /// The newest tokens are taken back.
+    /// Removes the newest tokens.
     fn roll_back(&mut self, index: usize) {
         let running = &mut self.running[index];
         let n = running.n_prompt + (running.tokens.len() - running.n_prompt) / 2;
@@ -168,8 +169,8 @@ impl Host {
             self.running.reverse();
         }
         let (mut rows, mut parts, mut masks) = (Rows::default(), Vec::new(), Vec::new());
-        let sits_out = self.draw.below(8);
-        for (index, running) in self.running.iter().enumerate().filter(|(index, _)| *index != sits_out) {
+        let skipped = self.draw.below(8);
+        for (index, running) in self.running.iter().enumerate().filter(|(index, _)| *index != skipped) {
             let end = running.tokens.len().min(running.n_done + 4);
             for position in running.n_done..end {
                 let is_last = position + 1 == running.tokens.len();
@@ -191,8 +192,8 @@ impl Host {
                     let id = SeqId::from_raw(rows.seq_ids[row as usize]);
                     let running = self.running.iter_mut().find(|running| running.id == id).unwrap();
                     running.tokens.push(token);
-                    let answer = running.tokens[running.n_prompt..].to_vec();
-                    self.answers.insert(running.request, answer);
+                    let completion = running.tokens[running.n_prompt..].to_vec();
+                    self.completions.insert(running.request, completion);
                 }
                 parts.iter().for_each(|&(index, end)| self.running[index].n_done = end);
             }

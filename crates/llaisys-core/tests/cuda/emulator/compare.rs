@@ -1,9 +1,9 @@
-//! How far results may be from their references.
+//! Tolerances between results and their references.
 
 use half::{bf16, f16};
 use llaisys_core::cuda::device::Element;
 
-/// The value that an element of this type keeps.
+/// Returns `x` rounded to the element type.
 pub(crate) fn rounded(element: Element, x: f64) -> f64 {
     match element {
         Element::Bf16 => bf16::from_f64(x).to_f64(),
@@ -12,7 +12,7 @@ pub(crate) fn rounded(element: Element, x: f64) -> f64 {
     }
 }
 
-/// The distance of the numbers that an element of this type keeps around `x`.
+/// Returns the unit in the last place of the element type at `x`.
 pub(crate) fn ulp(element: Element, x: f64) -> f64 {
     let (fraction_bits, least_exponent) = match element {
         Element::Bf16 => (7, -126),
@@ -24,7 +24,7 @@ pub(crate) fn ulp(element: Element, x: f64) -> f64 {
     f64::from(exponent - fraction_bits).exp2()
 }
 
-/// Two places of the stored type: what one rounding on the way and one at the end may cost.
+/// Two ulp of the stored type: one for an intermediate rounding and one for the final rounding.
 pub(crate) fn two_ulps(element: Element) -> impl Fn(usize, f64) -> f64 {
     move |_, want| 2.0 * ulp(element, want)
 }

@@ -1,4 +1,4 @@
-// Kernels with one defect each, and beside some of them the right form: tests of the emulator itself.
+// Kernels with one defect each, and the correct form of some of them: tests of the emulator itself.
 #define LL_ONE_WARP extern "C" __global__ void __launch_bounds__(32)
 #define LL_BLOCK extern "C" __global__ void __launch_bounds__(128)
 
@@ -6,7 +6,7 @@ LL_ONE_WARP read_behind(const float* x, float* y, int n) { y[threadIdx.x] = x[th
 
 LL_ONE_WARP write_behind(float* y, int n) { y[(int)threadIdx.x + n] = 1.0f; }
 
-// Each thread reads its neighbour's number.
+// Each thread reads the next thread's number.
 LL_BLOCK barrier_missing(float* y) {
     __shared__ float x[128];
     x[threadIdx.x] = (float)threadIdx.x;
@@ -119,7 +119,7 @@ LL_ONE_WARP tile_product(const T* a, const T* b, float* c) {
     for (int i = 0; i < 4; i++) c[places[i]] = sums[i] == again[i] ? sums[i] : LL_INFINITY;
 }
 
-// Sum and largest of 128 numbers, in every thread.
+// Sum and maximum of 128 numbers, in every thread.
 LL_BLOCK reductions(const float* x, float* y) {
     __shared__ float shared[32];
     y[threadIdx.x] = block_sum(x[threadIdx.x], shared);

@@ -1,12 +1,12 @@
-// Runs a kernel's own text on the CPU: each thread of a block is a fiber that goes on until it must wait, and who goes
-// on next is drawn by the launch's seed, blocks in random order too. Included in front of prim.cuh by units.rs.
+// Runs a kernel's source on the CPU. Each thread of a block is a fiber that runs until it must wait. The launch's seed
+// chooses the fiber that runs next, and the order of the blocks. modules.rs prepends this file to prim.cuh.
 //
-// What it shows as an error that names kernel, block and thread: an access outside of every allocation or of dynamic
-// shared memory (guard pages), a misaligned access or an index outside of an array (traps of the compiler's
-// sanitizer), barriers and warp functions that not all threads reach, or reach at different lines, arguments that are
-// not the signature's. What it makes visible in results: missing barriers (random order), shared memory that is read
-// before it is written or whose cp.async was not waited for (both hold NaN).
-// What it does not show: real races, memory order, speed.
+// These defects are errors that name kernel, block and thread: an access outside of every allocation or of dynamic
+// shared memory (guard pages); a misaligned access or an index outside of an array (traps of the compiler's sanitizer);
+// barriers and warp functions that not all threads reach, or that they reach at different lines; arguments that differ
+// from the signature. These defects show in results: missing barriers (random order); shared memory that is read before
+// it is written or before its cp.async was waited for (NaN). It does not detect real races or errors of memory order,
+// and it says nothing about speed.
 #pragma once
 #include <math.h>
 #include <pthread.h>
@@ -43,13 +43,13 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint3 threadIdx, blockIdx, blockDim, gridDim;
 
-// The static shared memory of the unit: all __shared__ arrays lie in one section.
+// The static shared memory of the module: all __shared__ arrays are in one section.
 extern "C" char __start_ll_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_ll_shared[] __attribute__((weak, visibility("hidden")));
 
 namespace emu {
 
-// As units.rs has them.
+// As in modules.rs.
 struct Arg { uint32_t kind; uint64_t bits; };
 struct Request {
     uint32_t grid[3], block, shared_bytes, n_args;
@@ -66,7 +66,7 @@ struct Fiber {
     ucontext_t start;
     jmp_buf at;
     char* stack;
-    bool started;  // its loop in fiber_main runs
+    bool started;  // it is in the loop of fiber_main
     State state;
     const char *what, *file;  // where it waits
     int line;
@@ -127,7 +127,7 @@ __attribute__((noinline)) static void yield() {
     asm volatile("" ::: "memory");
 }
 
-// One run of the kernel after the other: what it costs to make a fiber is paid once.
+// Runs the kernel again and again, so that a fiber is created only once.
 static void fiber_main() {
     for (;;) {
         body(request->args);
@@ -137,7 +137,7 @@ static void fiber_main() {
     }
 }
 
-// Passes when all `size` threads have come; a thread that has returned never does.
+// Returns when all `size` threads have arrived. A thread that has returned never arrives.
 __attribute__((noinline)) static void wait(Barrier& b, const char* what, const char* file, int line) {
     if (b.arrived == 0) {
         b.line = line;
@@ -167,11 +167,11 @@ __attribute__((noinline)) static void wait(Barrier& b, const char* what, const c
 inline unsigned lane() { return current % 32; }
 inline Barrier& warp() { return warp_barriers[current / 32]; }
 
-// Every lane gives `mine` and sees all 32. Two sets of slots: who writes the next has left the one before, and so has
-// everybody, since it waited for them.
+// Every lane contributes `mine` and gets those of all 32. Two sets of slots are enough: a lane that writes the next set
+// has left the previous exchange, and so have all others, because it waited for them.
 template <class V>
 const Slot* exchange(const V& mine, const char* what, const char* file, int line) {
-    static_assert(sizeof(V) <= sizeof(Slot), "a lane gives at most 64 bytes");
+    static_assert(sizeof(V) <= sizeof(Slot), "a lane contributes at most 64 bytes");
     Slot* of_warp = slots[warp().generation & 1] + current / 32 * 32;
     memcpy(of_warp[lane()].bytes, &mine, sizeof mine);
     wait(warp(), what, file, line);
@@ -256,7 +256,7 @@ static void on_signal(int number, siginfo_t* info, void* context) {
     signal(number, before[number].sa_handler);
 }
 
-// Once in a process: what is not ours goes to whoever was there before, so a unit is never unloaded.
+// Installs the handlers once per process. Other signals go to the previous handlers, so a module is never unloaded.
 static void catch_signals() {
     static bool done;
     if (done) return;
@@ -273,7 +273,7 @@ static char* map(size_t n) {
     return (char*)p;
 }
 
-// Dynamic shared memory that ends at a page nobody may touch.
+// Places dynamic shared memory directly before a guard page.
 static void size_shared(size_t n) {
     static char* base;
     static size_t room;
@@ -383,7 +383,7 @@ template <class... P, void (*Kernel)(P...)> struct Entry<Kernel> {
 
 }  // namespace emu
 
-// What starts a kernel, and the kinds of its parameters.
+// Defines the functions that start a kernel and return the kinds of its parameters.
 #define LL_EMU_KERNEL(name) \
     extern "C" int ll_emu_##name(emu::Request* request) { return emu::Entry<name>::start(request, #name); } \
     extern "C" const uint32_t* ll_emu_kinds_##name(uint32_t* n) { return emu::Entry<name>::kinds(n); }

@@ -1,4 +1,4 @@
-// The functions that CUDA has built in, and the device half of prim.cuh, for emu.h.
+// CUDA's built-in functions, and the PTX functions of prim.cuh, for emu.h.
 #pragma once
 
 #define LL_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -12,7 +12,7 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 __attribute__((noreturn)) inline void __trap() { emu::fail("__trap()"); }
 
-// The votes of a block: as exchange(), by two sets.
+// The votes of a block, in two sets as for exchange().
 inline const int* ll_votes(int mine, const char* what, const char* file, int line) {
     int* all = emu::votes[emu::block_barrier.generation & 1];
     all[emu::current] = mine != 0;
@@ -28,7 +28,7 @@ inline int __syncthreads_count(int mine, LL_AT) {
 inline int __syncthreads_or(int mine, LL_AT) { return __syncthreads_count(mine, file, line) != 0; }
 inline int __syncthreads_and(int mine, LL_AT) { return __syncthreads_count(mine, file, line) == (int)emu::n_threads; }
 
-// Lanes outside of the warp, or of the part of `width` lanes, give a lane its own value, as in CUDA.
+// As in CUDA, a lane gets its own value if the source is outside of the warp, or outside of its group of `width` lanes.
 template <class V> V __shfl_sync(unsigned mask, V mine, int from, int width = 32, LL_AT) {
     emu::full_warp(mask, "__shfl_sync");
     unsigned base = emu::lane() / width * width;
@@ -76,7 +76,7 @@ LL_REDUCE(__reduce_max_sync, a < b ? b : a)
 LL_REDUCE(__reduce_or_sync, a | b)
 LL_REDUCE(__reduce_and_sync, a & b)
 
-// One thread at a time runs, so plain reads and writes are atomic.
+// Only one thread runs at a time, so plain reads and writes are atomic.
 #define LL_ATOMIC(name, expression)                       \
     template <class V> V name(V* at, ll_same<V> given) {  \
         V old = *at;                                      \
@@ -134,7 +134,7 @@ template <class V> V __ldg(const V* at) { return *at; }
 template <class V> V min(V x, ll_same<V> y) { return y < x ? y : x; }
 template <class V> V max(V x, ll_same<V> y) { return x < y ? y : x; }
 
-// --- what prim.cuh has in PTX ---
+// --- the functions that prim.cuh has in PTX ---
 
 inline unsigned short f32_to_bf16(float x) {
     unsigned u = __float_as_uint(x);
@@ -150,7 +150,7 @@ inline unsigned short f32_to_f16(float x) {
     unsigned sign = __float_as_uint(x) >> 16 & 0x8000, u = __float_as_uint(x) & 0x7fffffff;
     if (x != x) return 0x7fff;
     if (u >= 0x477ff000) return (unsigned short)(sign | 0x7c00);
-    // Below the smallest normal number the sum with 1/2 has the last place that an f16 has there.
+    // Below the smallest normal number, the sum with 1/2 is rounded to the last place of an f16.
     if (u < 0x38800000) return (unsigned short)(sign | (__float_as_uint(__uint_as_float(u) + 0.5f) - 0x3f000000));
     return (unsigned short)(sign | ((u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13));
 }
@@ -167,7 +167,7 @@ inline float fast_exp2(float x) {
     return y < 0x1p-126f ? 0.0f : y;
 }
 
-// The copy happens when it is waited for; until then the place holds NaN.
+// The copy runs when it is waited for. Until then its target is NaN.
 inline void cp_async16(void* shared, const void* from, bool valid) {
     emu::aligned16(shared, "cp_async16");
     emu::aligned16(from, "cp_async16");

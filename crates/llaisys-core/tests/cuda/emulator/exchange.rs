@@ -1,4 +1,4 @@
-//! The emulator's exchanges: elements become f32, ranks that are threads exchange those, and sums are rounded once.
+//! The emulator's exchanges: elements are converted to f32, exchanged between threads, and sums are rounded once.
 
 use super::memory::Memory;
 use super::product::{decode, encode, size_of};
@@ -6,7 +6,7 @@ use llaisys_core::collective::{Collective, LocalRank};
 use llaisys_core::cuda::device::{DevicePtr, Element, Exchange};
 use llaisys_core::error::DeviceError;
 
-/// Does it with the other ranks, which come to the same one.
+/// Runs an exchange with the other ranks, which run the same one.
 pub(crate) fn exchange(
     memory: &mut Memory,
     others: &mut LocalRank,

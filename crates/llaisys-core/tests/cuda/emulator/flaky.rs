@@ -1,4 +1,4 @@
-//! An emulator of another size, one launch of which fails.
+//! An emulator whose memory size is set, and one launch of which can fail.
 
 use super::Emulator;
 use llaisys_core::collective::LocalRank;
@@ -8,7 +8,7 @@ use llaisys_core::error::DeviceError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-/// Launches until one fails; negative: none does.
+/// The number of launches until one fails; negative: none fails.
 #[derive(Debug, Clone)]
 pub(crate) struct Fuse(Arc<AtomicI64>);
 
@@ -17,18 +17,18 @@ impl Fuse {
         Self(Arc::new(AtomicI64::new(-1)))
     }
 
-    /// Lets the `n`th launch from now on fail, and no other.
+    /// Makes the `n`th launch from now fail, and no other.
     pub(crate) fn fail(&self, n: i64) {
         self.0.store(n, Ordering::Relaxed);
     }
 
-    /// Launches until one fails.
+    /// Returns the number of launches until one fails.
     pub(crate) fn left(&self) -> i64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// The emulator behind a fuse.
+/// An emulator with a fuse.
 #[derive(Debug)]
 pub(crate) struct Flaky {
     inner: Emulator,
@@ -43,7 +43,7 @@ impl Flaky {
         Self { inner, facts, fuse: fuse.clone() }
     }
 
-    /// That of a rank.
+    /// Returns the device of a rank.
     pub(crate) fn joined(fuse: &Fuse, others: LocalRank) -> Self {
         let inner = Emulator::joined(others);
         Self { facts: inner.facts().clone(), inner, fuse: fuse.clone() }
@@ -51,12 +51,13 @@ impl Flaky {
 }
 
 impl Device for Flaky {
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
         if self.fuse.0.fetch_sub(1, Ordering::Relaxed) == 1 {
             let op = format!("launch {}", launch.function.name);
             return Err(DeviceError::Cuda { op, status: "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701)".into() });
         }
-        self.inner.launch(launch)
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.launch(launch) }
     }
 
     fn facts(&self) -> &DeviceFacts {

@@ -1,13 +1,13 @@
-//! Device memory of the emulator: every allocation lies between pages that nobody may touch.
+//! Device memory of the emulator: every allocation is between guard pages.
 
 use super::arrays::FRESH;
 use llaisys_core::cuda::device::DevicePtr;
 
-/// Untouchable bytes before and behind an allocation: more than a row that is off by one.
+/// Guard bytes before and behind an allocation: more than a row, so that an index that is off by one row is detected.
 const GUARD: usize = 1 << 20;
 const PAGE: usize = 4096;
 
-/// One allocation. It ends at its guard but for the bytes that alignment to 16 leaves, which keep [`FRESH`].
+/// One allocation. It ends at its guard, except for the padding to 16 bytes, which must keep [`FRESH`].
 #[derive(Debug)]
 struct Allocation {
     what: &'static str,
@@ -22,16 +22,16 @@ struct Allocation {
 pub(crate) struct Memory(Vec<Allocation>);
 
 impl Memory {
-    /// New memory, filled with NaN.
+    /// Allocates memory filled with NaN.
     pub(crate) fn alloc(&mut self, what: &'static str, n_bytes: usize) -> DevicePtr {
         let inner = n_bytes.next_multiple_of(16).next_multiple_of(PAGE);
         let map_bytes = inner + 2 * GUARD;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new private mapping; nothing else lies there.
+        // SAFETY: a new private mapping, which replaces nothing.
         let map = unsafe { libc::mmap(std::ptr::null_mut(), map_bytes, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(map, libc::MAP_FAILED, "{map_bytes} bytes of address space");
         let map = map as usize;
-        // SAFETY: the range lies within the mapping just made.
+        // SAFETY: the range is within the new mapping.
         let opened = unsafe {
             libc::mprotect((map + GUARD) as *mut libc::c_void, inner, libc::PROT_READ | libc::PROT_WRITE)
         };
@@ -44,17 +44,17 @@ impl Memory {
         unsafe { DevicePtr::from_raw(start as u64, n_bytes) }
     }
 
-    /// The bytes at an address, or which allocation they leave.
+    /// Returns the bytes at an address. Errors: they are not inside one allocation.
     pub(crate) fn bytes(&self, at: DevicePtr, n_bytes: usize) -> Result<&[u8], String> {
         self.check(at, n_bytes)?;
-        // SAFETY: `check` found the range within an allocation, which lives as long as `self`.
+        // SAFETY: `check` accepted the range, and allocations live as long as `self`.
         Ok(unsafe { std::slice::from_raw_parts(at.address() as *const u8, n_bytes) })
     }
 
-    /// As [`Memory::bytes`], to be written.
+    /// As [`Memory::bytes`], mutable.
     pub(crate) fn bytes_mut(&mut self, at: DevicePtr, n_bytes: usize) -> Result<&mut [u8], String> {
         self.check(at, n_bytes)?;
-        // SAFETY: as in `bytes`; `&mut self` is the only way to them.
+        // SAFETY: as in `bytes`; `&mut self` makes the access exclusive.
         Ok(unsafe { std::slice::from_raw_parts_mut(at.address() as *mut u8, n_bytes) })
     }
 
@@ -67,11 +67,11 @@ impl Memory {
         }
     }
 
-    /// Where an address lies, in words.
+    /// Returns a text that describes an address relative to its allocation.
     pub(crate) fn describe(&self, address: u64) -> String {
         let at = address as usize;
         let Some(a) = self.0.iter().find(|a| a.map <= at && at < a.map + a.map_bytes) else {
-            return format!("{address:#x}, which is near no allocation");
+            return format!("{address:#x}, which is not close to an allocation");
         };
         let Allocation { what, start, n_bytes, .. } = *a;
         let end = start + n_bytes;
@@ -84,11 +84,11 @@ impl Memory {
         }
     }
 
-    /// Names the allocation behind whose end something was written, less than 16 bytes on.
+    /// Returns the name of an allocation whose padding was written.
     pub(crate) fn overrun(&self) -> Option<&'static str> {
         let touched = |a: &&Allocation| {
             let slack = a.n_bytes.next_multiple_of(16) - a.n_bytes;
-            // SAFETY: the last bytes of the mapping's open part, behind the allocation's own.
+            // SAFETY: these are the last bytes of the mapping's accessible part, behind the allocation's own.
             let slack = unsafe { std::slice::from_raw_parts((a.start + a.n_bytes) as *const u8, slack) };
             slack.iter().any(|&byte| byte != FRESH)
         };
@@ -99,7 +99,8 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         for a in &self.0 {
-            // SAFETY: the mapping is this allocation's own; addresses of it are of no use without the device.
+            // SAFETY: only this allocation uses the mapping, and its addresses are not used after the device is
+            // dropped.
             unsafe { libc::munmap(a.map as *mut libc::c_void, a.map_bytes) };
         }
     }

@@ -1,18 +1,19 @@
-//! A device without a GPU: kernels run by `emu.h`, products in plain loops, everything done when it is asked for.
+//! An emulated device: `emu.h` runs kernels, products are plain loops, and all work runs during the call.
 //!
-//! A fault of a kernel is an error that names it; like a GPU, the device is of no use from then on.
+//! A kernel that faults gives an error that names it. As with a GPU, every later call fails then.
 
 pub(crate) mod arrays;
 #[path = "../../common/close.rs"]
 pub(crate) mod close;
 pub(crate) mod compare;
 mod exchange;
+#[allow(unsafe_code, reason = "passes launches on")]
 pub(crate) mod flaky;
 #[allow(unsafe_code, reason = "maps memory with guard pages")]
 mod memory;
 #[allow(unsafe_code, reason = "loads compiled kernels")]
 mod modules;
-#[allow(unsafe_code, reason = "moves a rank to its thread")]
+#[allow(unsafe_code, reason = "is `Send`, and passes launches on")]
 pub(crate) mod part;
 pub(crate) mod pick;
 mod product;
@@ -31,7 +32,8 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 
-/// The emulated device. Its order of threads follows from a seed, which it prints: `LLAISYS_EMU_SEED` sets it.
+/// The emulated device. A seed determines its order of threads. The device prints the seed, and `LLAISYS_EMU_SEED` sets
+/// it.
 #[derive(Debug)]
 pub(crate) struct Emulator {
     facts: DeviceFacts,
@@ -47,11 +49,11 @@ struct State {
     graphs: Vec<Vec<Work>>,
     read: VecDeque<(Event, Vec<u8>)>,
     last_event: Event,
-    /// The other ranks, of a device that has a part of a model.
+    /// This device's rank in its group, if it has a part of a model.
     others: Option<LocalRank>,
 }
 
-/// Work as a graph keeps it.
+/// Work of a captured graph.
 #[derive(Debug, Clone)]
 enum Work {
     Launch { function: Function, grid: [u32; 3], block: u32, shared_bytes: u32, args: Vec<Arg> },
@@ -61,7 +63,7 @@ enum Work {
 }
 
 impl Emulator {
-    /// A device whose order of threads is random, or that of `LLAISYS_EMU_SEED`.
+    /// Returns a device whose order of threads is random, or that of `LLAISYS_EMU_SEED`.
     pub(crate) fn new() -> Self {
         #[allow(clippy::disallowed_methods, reason = "a test's replay, not a setting of the core")]
         let given = std::env::var("LLAISYS_EMU_SEED").ok();
@@ -72,22 +74,22 @@ impl Emulator {
         Self::with_seed(seed)
     }
 
-    /// The device of a rank, which exchanges through the host's memory: `others` is its end of their group.
+    /// Returns the device of a rank, which exchanges through the host's memory. `others` is the rank in its group.
     pub(crate) fn joined(others: LocalRank) -> Self {
         let device = Self::new();
         device.state.borrow_mut().others = Some(others);
         device
     }
 
-    /// A device with this order of threads.
+    /// Returns a device with this seed.
     pub(crate) fn with_seed(seed: u64) -> Self {
-        assert!(!is_gpu(), "LLAISYS_TEST_DEVICE=gpu, and this test knows the emulator alone");
+        assert!(!is_gpu(), "LLAISYS_TEST_DEVICE=gpu, but this test runs only on the emulator");
         println!("replay the order of threads with LLAISYS_EMU_SEED={seed}");
         let facts = DeviceFacts {
             name: "emulator".into(),
             capability: 90,
             n_sms: 8,
-            // The least of the architectures, so that what runs here fits each of them.
+            // The least of all architectures, so that a launch that fits here fits all of them.
             max_shared_bytes: 99 << 10,
             total_bytes: 1 << 30,
         };
@@ -95,12 +97,12 @@ impl Emulator {
         Self { facts, state }
     }
 
-    /// Notes what a capture notes, does everything else now.
-    fn ask(&self, op: &str, work: Work) -> Result<(), DeviceError> {
+    /// Records the work if a capture is open, and runs it otherwise.
+    fn submit(&self, op: &str, work: Work) -> Result<(), DeviceError> {
         let mut state = self.alive(op)?;
         match &mut state.capture {
-            Some(noted) => {
-                noted.push(work);
+            Some(recorded) => {
+                recorded.push(work);
                 Ok(())
             }
             None => self.run(&mut state, &work),
@@ -116,7 +118,7 @@ impl Emulator {
             Work::Product(p) => {
                 (format!("product {} x {} x {}", p.m, p.n, p.k), product::product(&mut state.memory, p))
             }
-            // A rank that is lost takes nothing from this one's memory.
+            // A lost rank does not make this rank's memory invalid.
             Work::Exchange(exchange) => {
                 let State { memory, others, .. } = state;
                 let others = others.as_mut().ok_or_else(|| exchange.alone())?;
@@ -152,8 +154,9 @@ impl Emulator {
             fault_address: 0,
             message: [0; 512],
         };
-        // SAFETY: the request is emu.h's struct and outlives the call. Addresses that the kernel follows are checked by
-        // guard pages; it runs on this thread, which has borrowed all device memory.
+        // SAFETY: the request is emu.h's struct and outlives the call. `Device::launch`'s caller promised the arrays,
+        // and guard pages stop most accesses outside of them. The kernel runs on this thread, which has borrowed all
+        // memory.
         let failed = unsafe { start(&raw mut request) } != 0;
         if failed {
             let text = request.message.split(|&byte| byte == 0).next().unwrap_or_default();
@@ -169,7 +172,7 @@ impl Emulator {
         }
     }
 
-    /// What a GPU refuses at the launch.
+    /// Refuses a launch that a GPU would refuse.
     fn check(
         &self,
         module: &KernelModule,
@@ -181,11 +184,11 @@ impl Emulator {
             return Err(format!("a grid of {grid:?}"));
         }
         if block == 0 || !block.is_multiple_of(32) || block > kernel.max_threads {
-            return Err(format!("{block} threads; whole warps up to {} are declared", kernel.max_threads));
+            return Err(format!("{block} threads; expected whole warps, up to {}", kernel.max_threads));
         }
         let most = (kernel.max_shared_bytes)(module).min(self.facts.max_shared_bytes);
         if shared > most {
-            return Err(format!("{shared} bytes of shared memory; {most} are declared and there"));
+            return Err(format!("{shared} bytes of shared memory; expected up to {most}"));
         }
         Ok(())
     }
@@ -198,7 +201,7 @@ impl Emulator {
         }
     }
 
-    /// As [`Emulator::alive`], for what cannot be captured.
+    /// As [`Emulator::alive`]. Errors: also during a capture.
     fn uncaptured(&self, op: &str) -> Result<std::cell::RefMut<'_, State>, DeviceError> {
         let state = self.alive(op)?;
         match state.capture {
@@ -222,7 +225,7 @@ fn emu_arg(arg: &Arg) -> EmuArg {
     }
 }
 
-/// Returns what a function's source declares of it. Errors: the source has no such constants or no such kernel.
+/// Returns the kernel of a function. Errors: the source has no module with these constants, or no such kernel.
 fn find(function: &Function) -> Result<&'static Kernel, String> {
     let Function { module, name } = function;
     if !module.source.modules().any(|known| known == *module) {
@@ -241,7 +244,7 @@ impl Device for Emulator {
         Ok(self.facts.total_bytes)
     }
 
-    /// Aligned to 16 bytes only, so that it ends at its guard.
+    /// Aligns only to 16 bytes, so that the allocation ends at its guard.
     fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError> {
         Ok(self.uncaptured("alloc")?.memory.alloc(what, n_bytes))
     }
@@ -260,7 +263,7 @@ impl Device for Emulator {
     }
 
     fn fill(&self, to: DevicePtr, value: u8, n_bytes: usize) -> Result<(), DeviceError> {
-        self.ask("fill", Work::Fill(to, value, n_bytes))
+        self.submit("fill", Work::Fill(to, value, n_bytes))
     }
 
     fn prepare(&self, functions: &[&Function]) -> Result<(), DeviceError> {
@@ -271,14 +274,15 @@ impl Device for Emulator {
         Ok(())
     }
 
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+    #[allow(unsafe_code, reason = "implements an unsafe method")]
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
         let Launch { function, grid, block, shared_bytes, args } = *launch;
         let (function, args) = (function.clone(), args.to_vec());
-        self.ask("launch", Work::Launch { function, grid, block, shared_bytes, args })
+        self.submit("launch", Work::Launch { function, grid, block, shared_bytes, args })
     }
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {
-        self.ask("product", Work::Product(*product))
+        self.submit("product", Work::Product(*product))
     }
 
     fn rank(&self) -> usize {
@@ -290,7 +294,7 @@ impl Device for Emulator {
     }
 
     fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
-        self.ask("exchange", Work::Exchange(*exchange))
+        self.submit("exchange", Work::Exchange(*exchange))
     }
 
     fn abort(&self) {
@@ -332,15 +336,15 @@ impl Device for Emulator {
 
     fn end_capture(&self) -> Result<GraphId, DeviceError> {
         let mut state = self.alive("end_capture")?;
-        let noted = state.capture.take().ok_or_else(|| error("end_capture", "no capture is open".into()))?;
-        state.graphs.push(noted);
+        let recorded = state.capture.take();
+        state.graphs.push(recorded.ok_or_else(|| error("end_capture", "no capture is open".into()))?);
         Ok(state.graphs.len() as GraphId - 1)
     }
 
     fn replay(&self, graph: GraphId) -> Result<(), DeviceError> {
         let mut state = self.uncaptured("replay")?;
-        let noted = state.graphs.get(graph as usize).cloned();
-        for work in noted.ok_or_else(|| error("replay", format!("there is no graph {graph}")))? {
+        let recorded = state.graphs.get(graph as usize).cloned();
+        for work in recorded.ok_or_else(|| error("replay", format!("there is no graph {graph}")))? {
             self.run(&mut state, &work)?;
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! Kernel modules as shared objects: the kernels' own text behind `emu.h`, compiled by the C++ compiler of the machine and
-//! cached under the digest of text, flags and compiler version.
+//! Kernel modules as shared objects: `emu.h` and the kernels' source, compiled by the machine's C++ compiler and cached
+//! by the digest of text, flags and compiler version.
 
 use libloading::{Library, Symbol};
 use llaisys_core::cuda::kernel_source::KernelModule;
@@ -14,14 +14,14 @@ const NO_COMPILER: &str = "a C++ compiler named c++ (Debian: apt install g++; Fe
 static COMPILER: LazyLock<Vec<u8>> =
     LazyLock::new(|| Command::new("c++").arg("--version").output().expect(NO_COMPILER).stdout);
 
-/// An argument as `emu.h` has it.
+/// An argument, as in `emu.h`.
 #[repr(C)]
 pub(crate) struct EmuArg {
     pub(crate) kind: u32,
     pub(crate) bits: u64,
 }
 
-/// A launch as `emu.h` has it.
+/// A launch, as in `emu.h`.
 #[repr(C)]
 pub(crate) struct Request {
     pub(crate) grid: [u32; 3],
@@ -34,14 +34,14 @@ pub(crate) struct Request {
     pub(crate) message: [u8; 512],
 }
 
-/// Starts a kernel; 0 when it went through.
+/// Runs a kernel; returns 0 if it succeeded.
 pub(crate) type Start = unsafe extern "C" fn(*mut Request) -> i32;
 
-/// No module is ever unloaded: its signal handler stays.
+/// Modules are never unloaded, because their signal handlers stay installed.
 static LOADED: LazyLock<Mutex<HashMap<String, &'static Library>>> = LazyLock::new(Mutex::default);
 
-/// The compiler's flags; the compiler reads the file, too. The sanitizer's checks end in a trap, which the
-/// emulator names.
+/// The compiler's flags. The compiler reads the same file. The sanitizer's checks end in a trap, which the emulator
+/// reports.
 const FLAGS: &str = include_str!("flags.txt");
 const FLAGS_FILE: &str = concat!("@", env!("CARGO_MANIFEST_DIR"), "/tests/cuda/emulator/flags.txt");
 
@@ -49,7 +49,7 @@ const FLAGS_FILE: &str = concat!("@", env!("CARGO_MANIFEST_DIR"), "/tests/cuda/e
 pub(crate) fn start_of(module: &KernelModule, kernel: &str) -> Symbol<'static, Start> {
     let library = load(module);
     let name = format!("ll_emu_{kernel}");
-    // SAFETY: `text` ends with this function for every kernel of the table, and emu.h gives it this signature.
+    // SAFETY: `text` ends with this function for every kernel of the source, and emu.h defines it with this signature.
     let found = unsafe { library.get(name.as_bytes()) };
     found.unwrap_or_else(|e| panic!("{module} has no {kernel}: {e}"))
 }
@@ -61,7 +61,7 @@ fn load(module: &KernelModule) -> &'static Library {
         return library;
     }
     let path = build(module, &text);
-    // SAFETY: the object is the one just compiled, or its cached equal; it has no initialisers of its own.
+    // SAFETY: the object was compiled from `text`, which has no initializers with side effects.
     let library = unsafe { Library::new(&path) }.unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let library: &'static Library = Box::leak(Box::new(library));
     loaded.insert(text, library);
@@ -83,7 +83,7 @@ fn text(module: &KernelModule) -> String {
     text.replace("#pragma once\n", "")
 }
 
-/// Compiles a text once: later calls, also of other test processes, find the object in `CARGO_TARGET_TMPDIR`.
+/// Compiles a text once. Later calls, in any test process, find the object in `CARGO_TARGET_TMPDIR`.
 fn build(module: &KernelModule, text: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_emulator");
     std::fs::create_dir_all(&folder).expect("the target folder takes files");
@@ -100,7 +100,7 @@ fn build(module: &KernelModule, text: &str) -> PathBuf {
     let run = run.expect(NO_COMPILER);
     let errors = String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success(), "{module} does not compile ({}):\n{errors}", source.display());
-    // Another test process may have compiled the same text: the rename replaces equal bytes.
+    // Another test process may have compiled the same text: then the rename replaces equal bytes.
     std::fs::rename(&object, &path).expect("the compiled module gets its name");
     std::fs::remove_file(&source).expect("the source was written above");
     path

@@ -1,18 +1,18 @@
-//! A device in between, for captures of what also uploads: the uploads of a pass alone, or its launches alone.
+//! A device that passes on only the uploads of a pass, or only its launches, so that a pass can be captured.
 
 use llaisys_core::cuda::device::{Device, DeviceFacts, DevicePtr, Event, GraphId, Launch, Product};
 use llaisys_core::cuda::kernel_source::Function;
 use llaisys_core::error::DeviceError;
 
-/// A device that does only a part of what it is asked: its uploads, or its launches.
+/// A device that passes on only a part of the calls.
 #[derive(Debug)]
 pub(crate) struct Part<'a> {
     pub(crate) device: &'a dyn Device,
-    /// Else launches, products and fills.
+    /// Pass on uploads; otherwise launches, products and fills.
     pub(crate) uploads: bool,
 }
 
-// SAFETY: the tests' parts stay where they were made: on the stack of the thread whose device they borrow.
+// SAFETY: the tests never move a part to another thread: it stays on the stack of the thread whose device it borrows.
 unsafe impl Send for Part<'_> {}
 
 impl Device for Part<'_> {
@@ -44,8 +44,9 @@ impl Device for Part<'_> {
         panic!("a step compiles {functions:?}")
     }
 
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
-        if self.uploads { Ok(()) } else { self.device.launch(launch) }
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        if self.uploads { Ok(()) } else { unsafe { self.device.launch(launch) } }
     }
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {

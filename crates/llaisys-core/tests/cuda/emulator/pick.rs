@@ -1,5 +1,5 @@
-//! Which device the parity tests run on: the emulator, or with `LLAISYS_TEST_DEVICE=gpu` the first GPU (`gpu-small`: the
-//! emulator's cases on it). The tests, their references and their tolerances are the same.
+//! Selects the device of the parity tests: the emulator, or with `LLAISYS_TEST_DEVICE=gpu` the first GPU (`gpu-small`:
+//! only the emulator's cases). The tests, their references and their tolerances are the same.
 
 use super::Emulator;
 use llaisys_core::cuda::device::{Device, Element};
@@ -9,16 +9,16 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 thread_local! {
-    /// A GPU is opened once for all cases of a test: its memory is freed at the end.
+    /// A GPU is opened once for all cases of a test, and its memory is freed at the end.
     static GPU: Rc<Nvidia> = Rc::new(open_gpu());
 }
 
-/// Where the tests run.
+/// The device that the tests run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Picked {
     Emulator,
     Gpu,
-    /// Under a tool that makes a GPU as slow as an emulator.
+    /// A GPU under a tool that makes it as slow as the emulator.
     GpuSmall,
 }
 
@@ -31,24 +31,25 @@ fn picked() -> Picked {
     }
 }
 
-/// Whether the tests run on a GPU. Panics on a device that is neither.
+/// Returns whether the tests run on a GPU. Panics on an unknown device.
 pub(crate) fn is_gpu() -> bool {
     picked() != Picked::Emulator
 }
 
-/// A new emulator, or the GPU. Its name is printed: `benches/gpu/phase1_parity.py` reads it.
+/// Returns a new emulator, or the GPU. Prints its name, which `benches/gpu/phase1_parity.py` reads.
 pub(crate) fn test_device() -> Rc<dyn Device> {
     let device: Rc<dyn Device> = if is_gpu() { GPU.with(Rc::clone) } else { Rc::new(Emulator::new()) };
     println!("device: {}", device.facts().name);
     device
 }
 
-/// Prints what is compared next: a line for each row of the parity table, and on a failure the case that it is.
+/// Prints the next case. Each line is a row of the parity table, and on a failure the last one is the case that failed.
 pub(crate) fn case(op: &str, element: Element, shape: impl std::fmt::Display) {
     println!("case: {op} {} {shape}", format!("{element:?}").to_lowercase());
 }
 
-/// Cases that take an emulator too long: themselves on a GPU, else none, and a line that counts them.
+/// Returns cases that are too slow for the emulator if the tests run on a GPU. Otherwise returns none and prints their
+/// number.
 pub(crate) fn gpu_only<T>(op: &str, cases: impl IntoIterator<Item = T>) -> Vec<T> {
     let cases: Vec<T> = cases.into_iter().collect();
     if picked() == Picked::Gpu {
@@ -58,8 +59,8 @@ pub(crate) fn gpu_only<T>(op: &str, cases: impl IntoIterator<Item = T>) -> Vec<T
     Vec::new()
 }
 
-/// The libraries are looked for in each folder of `LLAISYS_CUDA_LIB_DIR`. Machine code is kept between the tests'
-/// processes in the folder for temporary files.
+/// Opens the first GPU. The libraries are searched in each folder of `LLAISYS_CUDA_LIB_DIR`. The folder for temporary
+/// files has the disk cache of machine code.
 fn open_gpu() -> Nvidia {
     let folders: Vec<PathBuf> = match setting("LLAISYS_CUDA_LIB_DIR") {
         Some(folders) => std::env::split_paths(&folders).collect(),
@@ -73,7 +74,7 @@ fn open_gpu() -> Nvidia {
 
 #[allow(
     clippy::disallowed_methods,
-    reason = "where tests run is the caller's to say, not a setting of the core"
+    reason = "the caller selects the device of the tests; it is not a setting of the core"
 )]
 fn setting(name: &str) -> Option<String> {
     std::env::var(name).ok()

@@ -4,7 +4,7 @@ use super::memory::Memory;
 use half::{bf16, f16};
 use llaisys_core::cuda::device::{DevicePtr, Element, Product};
 
-/// Bytes of an element.
+/// Returns the bytes of an element.
 pub(crate) fn size_of(element: Element) -> usize {
     match element {
         Element::Bf16 | Element::F16 => 2,
@@ -12,7 +12,7 @@ pub(crate) fn size_of(element: Element) -> usize {
     }
 }
 
-/// The values of stored elements.
+/// Returns the values of stored elements.
 pub(crate) fn decode(element: Element, bytes: &[u8]) -> Vec<f32> {
     let pairs = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
     match element {
@@ -22,7 +22,7 @@ pub(crate) fn decode(element: Element, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Values as they are stored, to the nearest.
+/// Returns the bytes of values that are rounded to the element type.
 pub(crate) fn encode(element: Element, values: &[f32]) -> Vec<u8> {
     match element {
         Element::Bf16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
@@ -31,7 +31,7 @@ pub(crate) fn encode(element: Element, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// Does it, or says which array is not where it should be.
+/// Computes a product. Errors: an array is not inside an allocation.
 pub(crate) fn product(memory: &mut Memory, p: &Product) -> Result<(), String> {
     let array = |memory: &Memory, what: &str, at: DevicePtr, n: usize| {
         let bytes = memory.bytes(at, n * size_of(p.element)).map_err(|e| format!("{what}: {e}"))?;

@@ -1,4 +1,4 @@
-//! The attention kernels, run by a device (the emulator, or a GPU), against the f64 reference.
+//! The attention kernels, on a device (the emulator, or a GPU), compared with the f64 reference.
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::pick::{case, gpu_only, test_device};
@@ -10,22 +10,22 @@ use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::reference::attention::{Cells, attention};
 use llaisys_core::ops::{AttentionRow, AttentionRows, Scoring};
 
-/// Where the cells of sequences lie.
+/// The order of the sequences' cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Placement {
     Ascending,
     Shuffled,
-    /// Shuffled, and each sequence has the cells of the one before it as far as both go, but for its last.
+    /// Shuffled, and each sequence shares the cells of the previous one, except for its last.
     Shared,
 }
 
 #[derive(Debug, Clone)]
 struct Case {
     element: Element,
-    /// Query heads, kv heads.
+    /// Query heads, KV heads.
     heads: (usize, usize),
     d_head: usize,
-    /// Cells of each sequence, and how many of its last positions are rows.
+    /// For each sequence its number of cells, and how many of its last positions are rows.
     sequences: Vec<(usize, usize)>,
     placement: Placement,
     window: Option<usize>,
@@ -38,8 +38,8 @@ impl Case {
         Self { element, heads, d_head, sequences, placement, window: None, soft_cap: None }
     }
 
-    /// The lists of cells, what each row sees of them, and the number of cells. Where a window hides a cell from all
-    /// rows its number is none that there is.
+    /// Returns the lists of cells, the range of them that each row sees, and the number of cells. A cell that the
+    /// window hides from all rows has an invalid number in the list.
     fn lists(&self, draw: &mut SplitMix64) -> (Vec<u32>, Vec<AttentionRow>, usize) {
         let n_listed: usize = self.sequences.iter().map(|(len, _)| len).sum();
         let n_cells = n_listed + n_listed / 4 + 3;
@@ -67,7 +67,7 @@ impl Case {
     }
 }
 
-/// A case in a device's memory, and its numbers as they are stored there.
+/// A case in device memory, and its numbers as they are stored.
 struct Built {
     case: Case,
     attention: Attention,
@@ -82,7 +82,7 @@ fn build(device: &dyn Device, case: &Case) -> Built {
     let draw = &mut SplitMix64::new(5);
     let (cells, rows, n_cells) = case.lists(draw);
     let Case { element, heads: (n_heads, n_kv_heads), d_head, .. } = *case;
-    // Queries lie in rows of qkv; what lies behind them, and in cells that nobody has, is NaN.
+    // Queries are a part of the rows of qkv. The other parts, and unused cells, are NaN.
     let (q_len, q_width) = (n_heads * d_head, (n_heads + 2 * n_kv_heads) * d_head);
     let mut qkv = vec![f32::NAN; rows.len() * q_width];
     for row in qkv.chunks_exact_mut(q_width) {
@@ -117,7 +117,7 @@ fn build(device: &dyn Device, case: &Case) -> Built {
         n_hidden: device.i32s("n_hidden", &of_rows(|row| row.n_hidden)),
         n_visible: device.i32s("n_visible", &of_rows(|row| row.n_visible)),
         scoring: Scoring { scale: 1.0 / (d_head as f32).sqrt(), soft_cap: case.soft_cap },
-        out: device.room("out", element, rows.len() * q_len),
+        out: device.unwritten("out", element, rows.len() * q_len),
     };
     let q = qkv.chunks_exact(q_width).flat_map(|row| row[..q_len].to_vec()).collect();
     Built { case: case.clone(), attention, cells, rows, q, k, v }
@@ -141,13 +141,15 @@ impl Built {
         let tiles = tiles(rows, attention.group());
         let bytes: Vec<u8> = tiles.iter().flat_map(|tile| tile.to_bytes()).collect();
         let of = AttnPrefill { attention, tiles: device.bytes("tiles", &bytes), n_tiles: tiles.len() };
-        of.launch(device).expect("the kernel runs");
+        // SAFETY: the tiles are those of the rows; visible cells are below the number of cells.
+        unsafe { of.launch(device) }.expect("the kernel runs");
         self.read(device, rows.len())
     }
 
     fn decode(&self, device: &dyn Device, n_splits: usize) -> Vec<f32> {
         self.name("attn_decode");
-        self.decoding(device, n_splits).launch(device).expect("the kernels run");
+        // SAFETY: visible cells are below the number of cells.
+        unsafe { self.decoding(device, n_splits).launch(device) }.expect("the kernels run");
         self.read(device, self.rows.len())
     }
 
@@ -167,9 +169,9 @@ impl Built {
         device.read(element, out, n_rows * n_heads * d_head)
     }
 
-    /// Every head of every row within the bound: the weights' and the result's roundings to T are independent, of
-    /// relative size 2^-9 / sqrt(3) (2^-12 in f16) each in the root of their squares; the bound leaves three times as
-    /// much as both, for sums of few weights and for what the tensor cores cut off.
+    /// Compares every head of every row with the reference. The roundings of weights and results to T are independent,
+    /// with a relative root mean square of 2^-9 / sqrt(3) each (2^-12 in f16). The bound is three times as large as
+    /// both, for sums of few weights and for the truncation of the tensor cores.
     fn check(&self, got: &[f32]) {
         let rows = AttentionRows { cells: &self.cells, rows: &self.rows, window: self.case.window };
         let (n_kv_heads, d_head) = (self.case.heads.1, self.case.d_head);
@@ -196,7 +198,8 @@ fn stored_and_widths() -> impl Iterator<Item = (Element, usize)> {
     STORED.into_iter().flat_map(|element| WIDTHS.map(|d_head| (element, d_head)))
 }
 
-/// Every head count with every width and type, and two batches of more rows than a block takes: on a GPU.
+/// Returns cases for a GPU: every number of heads with every width and type, and two batches of more rows than a block
+/// has.
 fn all_heads_and_widths(op: &str, sequences: &[(usize, usize)], many: &[(usize, usize)]) -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, heads) in HEADS.into_iter().enumerate() {
@@ -213,9 +216,10 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Every length, head count, width, type and placement; prompts, chunks of them, and single rows beside them.
+/// Covers every length, number of heads, width, type and placement; whole prompts, chunks, and single rows in a batch
+/// with them.
 #[test]
-fn prefill_is_the_reference_within_its_roundings() {
+fn prefill_matches_the_reference_within_its_roundings() {
     let device = &*test_device();
     let batches: [&[(usize, usize)]; 8] = [
         &[(1, 1), (15, 15), (16, 3)],
@@ -242,7 +246,7 @@ fn prefill_is_the_reference_within_its_roundings() {
     }
 }
 
-/// Lists whose hidden cells have numbers of no cell; a window that begins within a step, at one, and leaves one cell.
+/// Hidden cells have invalid numbers. Windows begin inside a step, at its border, or have one cell.
 #[test]
 fn prefill_reads_nothing_before_the_window() {
     let device = &*test_device();
@@ -260,9 +264,9 @@ fn prefill_reads_nothing_before_the_window() {
     }
 }
 
-/// Scores of some tens, bent at 3: far from what they are without.
+/// Scores of some tens with a cap of 3, which changes them much.
 #[test]
-fn soft_caps_bend_scores() {
+fn soft_caps_limit_scores() {
     let device = &*test_device();
     for element in STORED {
         let mut case = Case::plain(element, (8, 8), 64, &[(70, 2), (30, 1)]);
@@ -275,9 +279,9 @@ fn soft_caps_bend_scores() {
     }
 }
 
-/// Groups that are longer than a block's rows: 71 heads read one kv head in Falcon's, 20 in some others.
+/// In Falcon 71 query heads read one KV head, in some other models 20.
 #[test]
-fn groups_longer_than_a_tile_are_cut() {
+fn groups_larger_than_a_tile_are_split() {
     let device = &*test_device();
     let built = build(device, &Case::plain(Element::Bf16, (71, 1), 64, &[(70, 3)]));
     built.check(&built.prefill(device));
@@ -289,9 +293,9 @@ fn groups_longer_than_a_tile_are_cut() {
     }
 }
 
-/// Which rows share tiles and where tiles begin changes nothing.
+/// Results do not depend on which rows share a tile, or on where tiles begin.
 #[test]
-fn a_prefilled_row_is_bitwise_the_same_alone_and_with_others() {
+fn a_prefilled_row_has_the_same_bits_alone_and_in_a_batch() {
     let device = &*test_device();
     for window in [None, Some(50)] {
         let mut case = Case::plain(Element::Bf16, (6, 2), 64, &[(90, 20), (140, 8)]);
@@ -313,9 +317,9 @@ fn a_prefilled_row_is_bitwise_the_same_alone_and_with_others() {
     }
 }
 
-/// Every length with one split, few, and as many as there are; lengths that leave splits empty.
+/// Covers every length with one, few and the most splits, and lengths that leave splits empty.
 #[test]
-fn decode_is_the_reference_within_its_roundings() {
+fn decode_matches_the_reference_within_its_roundings() {
     let device = &*test_device();
     let batches: [&[usize]; 6] =
         [&[1, 15, 16, 63], &[64, 65, 200], &[511, 1], &[513, 64], &[130, 129, 16], &[320]];
@@ -336,9 +340,10 @@ fn decode_is_the_reference_within_its_roundings() {
     }
 }
 
-/// What rows see is the device's: one captured launch, while contexts begin, grow over splits' borders and end.
+/// The kernel reads what rows see from the device, so one captured launch serves contexts that begin, grow over the
+/// borders of splits and end.
 #[test]
-fn a_replayed_decode_sees_what_the_device_says() {
+fn a_replayed_decode_reads_the_visible_range_from_the_device() {
     let device = &*test_device();
     for n_splits in [1, 4] {
         let case = Case::plain(Element::F16, (14, 2), 64, &[(300, 1), (130, 1), (64, 1)]);
@@ -346,14 +351,15 @@ fn a_replayed_decode_sees_what_the_device_says() {
         let row_len = case.heads.0 * case.d_head;
         let decoding = built.decoding(device, n_splits);
         device.begin_capture().expect("no capture is open");
-        decoding.launch(device).expect("the launch is noted");
+        // SAFETY: as in `Built::decode`, for every list that is uploaded before a replay.
+        unsafe { decoding.launch(device) }.expect("the launch is recorded");
         let graph = device.end_capture().expect("a capture is open");
         let mark = device.elements("mark", case.element, &vec![7.0; 3 * row_len]);
         let mark = device.read_bytes(mark, 3 * row_len * 2);
         for lengths in [[300, 130, 64], [64, 128, 1], [65, 129, 0], [257, 0, 0], [256, 1, 63]] {
             let bytes: Vec<u8> = lengths.iter().flat_map(|n: &i32| n.to_le_bytes()).collect();
-            device.upload(built.attention.n_visible, &bytes).expect("the memory is its own");
-            device.upload(built.attention.out, &mark).expect("the memory is its own");
+            device.upload(built.attention.n_visible, &bytes).expect("the array is inside the allocation");
+            device.upload(built.attention.out, &mark).expect("the array is inside the allocation");
             device.replay(graph).expect("the kernels run");
             let got = built.read(device, 3);
             let all = (built.rows.clone(), built.q.clone());
@@ -376,9 +382,9 @@ fn a_replayed_decode_sees_what_the_device_says() {
     }
 }
 
-/// Scores so large that single cells take all: the maximum is found in every step, warp and split.
+/// With such large scores one cell has the whole weight, so every step, warp and split must find the maximum.
 #[test]
-fn huge_scores_pick_one_cell() {
+fn huge_scores_select_one_cell() {
     let device = &*test_device();
     let mut case = Case::plain(Element::Bf16, (12, 2), 64, &[(300, 1), (70, 1)]);
     case.placement = Placement::Ascending;
@@ -393,6 +399,6 @@ fn huge_scores_pick_one_cell() {
 #[test]
 fn other_head_widths_are_refused_by_name() {
     assert!(WIDTHS.iter().all(|&d| supported(d).is_ok()));
-    let error = supported(256).expect_err("no kernel knows it").to_string();
+    let error = supported(256).expect_err("no kernel supports it").to_string();
     assert!(error.contains("256") && error.contains("64, 80, 96 and 128"), "{error}");
 }

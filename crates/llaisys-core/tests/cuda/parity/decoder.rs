@@ -1,4 +1,4 @@
-//! The decoder on a device (the emulator, or a GPU), from a checkpoint to logits: against the decoder of the CPU.
+//! The decoder on a device (the emulator, or a GPU), from a checkpoint to logits, compared with the CPU's decoder.
 
 use crate::common::{Rows, Tiny, settings};
 use crate::emulator::arrays::Arrays;
@@ -16,7 +16,7 @@ use llaisys_core::threads::Pool;
 use std::path::Path;
 
 const N_CELLS: usize = 96;
-/// Tokens of the first sequence; the second shares the first of them and has some of its own.
+/// Tokens of the first sequence. The second sequence shares the first `N_SHARED` of them.
 const N_FIRST: usize = 37;
 const N_SHARED: usize = 8;
 const N_SECOND: usize = 16;
@@ -27,7 +27,7 @@ struct Sequence {
     cells: Vec<u32>,
 }
 
-/// Two sequences, the second on the first's cells as far as they are equal, in cells without any order.
+/// Returns two sequences in unordered cells. The second shares the first's cells for the common prefix.
 fn sequences(vocab_size: usize) -> [Sequence; 2] {
     let mut random = crate::common::Random(7);
     let mut free: Vec<u32> = (0..N_CELLS as u32).collect();
@@ -41,12 +41,12 @@ fn sequences(vocab_size: usize) -> [Sequence; 2] {
     [Sequence { tokens, cells: first }, Sequence { tokens: others, cells: second }]
 }
 
-/// Which tokens of which sequence are computed together: a chunk, a decode row before a chunk on a shared prefix,
-/// decode rows only, a chunk in the middle of a context.
+/// The sequences and positions of each pass: a chunk; a decode row before a chunk on a shared prefix; decode rows only;
+/// a chunk in the middle of a context.
 const PASSES: [&[(usize, std::ops::Range<usize>)]; 4] =
     [&[(0, 0..20)], &[(0, 20..21), (1, 8..15)], &[(0, 21..22), (1, 15..16)], &[(0, 22..37)]];
 
-/// Logits of every token that a pass computes, by sequence and position.
+/// Returns the logits of every token that a pass computes, by sequence and position.
 fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
     let device = &*test_device();
     let checkpoint = Checkpoint::open(folder).unwrap();
@@ -90,7 +90,7 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
     logits
 }
 
-/// As [`on_device`], of every token.
+/// As [`on_device`] on the CPU, for every token.
 fn on_cpu(folder: &Path, mode: ComputeMode) -> [Vec<Vec<f32>>; 2] {
     let config = ContextConfig { mode, ..settings() };
     let mut context = Context::load(folder, config).unwrap();
@@ -102,14 +102,14 @@ fn on_cpu(folder: &Path, mode: ComputeMode) -> [Vec<Vec<f32>>; 2] {
     })
 }
 
-/// The two best tokens' ids and logits.
+/// Returns the ids and logits of the two best tokens.
 fn best_two(logits: &[f32]) -> [(usize, f32); 2] {
     let mut order: Vec<(usize, f32)> = logits.iter().copied().enumerate().collect();
     order.sort_by(|a, b| b.1.total_cmp(&a.1));
     [order[0], order[1]]
 }
 
-/// Relative L2 distance of the rows that the device computed, all together.
+/// Returns the relative L2 distance over all rows that the device computed.
 fn distance(got: &[Vec<Vec<f32>>; 2], want: &[Vec<Vec<f32>>; 2], computed: &[Vec<Vec<f32>>; 2]) -> f64 {
     let (mut error, mut size) = (0.0, 0.0);
     for index in 0..2 {
@@ -123,7 +123,8 @@ fn distance(got: &[Vec<Vec<f32>>; 2], want: &[Vec<Vec<f32>>; 2], computed: &[Vec
     (error / size).sqrt()
 }
 
-/// Greedy tokens agree with those of f32 except where its two best logits are closer than 2 ulp of bf16.
+/// Asserts that greedy tokens are equal to those of f32, except where its two best logits differ by less than 2 ulp of
+/// bf16.
 fn assert_greedy(device: &[Vec<Vec<f32>>; 2], exact: &[Vec<Vec<f32>>; 2]) {
     let mut n_compared = 0;
     for (index, (device, exact)) in device.iter().zip(exact).enumerate() {
@@ -142,8 +143,8 @@ fn assert_greedy(device: &[Vec<Vec<f32>>; 2], exact: &[Vec<Vec<f32>>; 2]) {
     assert_eq!(n_compared, N_FIRST + N_SECOND - N_SHARED);
 }
 
-/// The CPU with bf16 weights rounds what goes into its products; the device rounds what comes out of every op as well,
-/// some twice as often, so it may be twice as far from f32.
+/// Compares a tiny model with the CPU. The CPU with bf16 weights rounds the inputs of products. The device also rounds
+/// the results of every op, about twice as many roundings, so its distance to f32 may be twice as large.
 fn assert_tiny_agrees(model: &Tiny) {
     let folder = model.write();
     let (device, exact) = (on_device(&folder), on_cpu(&folder, ComputeMode::Float32));
@@ -156,39 +157,39 @@ fn assert_tiny_agrees(model: &Tiny) {
 }
 
 #[test]
-fn llama_with_a_head_of_its_own() {
+fn llama_with_an_untied_head_matches_the_cpu() {
     assert_tiny_agrees(&Tiny::for_gpu("LlamaForCausalLM", false));
 }
 
 #[test]
-fn qwen2_adds_biases_to_the_joined_product() {
+fn qwen2_with_qkv_biases_matches_the_cpu() {
     assert_tiny_agrees(&Tiny::for_gpu("Qwen2ForCausalLM", true));
 }
 
 #[test]
-fn qwen3_norms_the_heads() {
+fn qwen3_with_head_norms_matches_the_cpu() {
     assert_tiny_agrees(&Tiny::for_gpu("Qwen3ForCausalLM", true));
 }
 
-/// The checkpoint's own joined matrices are taken apart and put together again.
+/// The checkpoint's joined matrices are split and joined again.
 #[test]
-fn phi3_is_stored_joined() {
+fn phi3_with_joined_matrices_matches_the_cpu() {
     assert_tiny_agrees(&Tiny::for_gpu("Phi3ForCausalLM", false).joined());
 }
 
 #[test]
-fn a_real_checkpoint_in_f16() {
+fn a_real_f16_checkpoint_matches_the_cpu() {
     let (device, exact) =
         (on_device(&golden("qwen2-f16")), on_cpu(&golden("qwen2-f16"), ComputeMode::Float32));
     let ours = distance(&device, &exact, &device);
     println!("relative L2 to f32: {ours:e}");
     assert_greedy(&device, &exact);
-    // A sixteenth of what bf16 may be off: f16 has three bits more.
+    // A sixteenth of the tolerance of bf16, because f16 has three more bits.
     assert!(ours <= 3e-3, "{ours:e}");
 }
 
 #[test]
-fn what_no_kernel_computes_is_refused_by_name() {
+fn unsupported_models_are_refused_by_name() {
     let refused = |model: &Tiny| {
         let folder = model.write();
         let checkpoint = Checkpoint::open(&folder).unwrap();

@@ -1,4 +1,4 @@
-//! The product kernels for few rows, run by a device (the emulator, or a GPU), against the f64 reference.
+//! The product kernels for few rows, on a device (the emulator, or a GPU), compared with the f64 reference.
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::compare::ulp;
@@ -8,7 +8,7 @@ use llaisys_core::cuda::ops::gemv;
 use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::reference::linear::linear;
 
-/// A product in a device's memory, and its numbers as they are stored there.
+/// A product in device memory, and its numbers as they are stored.
 struct Built {
     product: Product,
     x: Vec<f64>,
@@ -27,7 +27,7 @@ fn build(device: &dyn Device, shape: (usize, usize, usize), element: Element, ou
     let (input, x) = array("x", m * k);
     let (weight_at, weight) = array("weight", n * k);
     let (bias_at, bias) = if has_bias { array("bias", n) } else { (DevicePtr::NULL, Vec::new()) };
-    let out = device.room("out", out_element, m * n);
+    let out = device.unwritten("out", out_element, m * n);
     let product = Product { m, n, k, element, out_element, input, weight: weight_at, bias: bias_at, out };
     Built { product, x, weight, bias }
 }
@@ -40,14 +40,14 @@ fn run(device: &dyn Device, product: &Product) -> Vec<f32> {
     device.read(product.out_element, product.out, product.m * product.n)
 }
 
-/// How far a result may be: the tensor core cuts what it adds below 2^-23 of the largest, once for each 16 elements of
-/// k; a warp adds k / 128 such products to its sum, and then eight sums and the bias are added. All relative to the sum
-/// of the products' sizes. A result in T is rounded once more, to the nearest.
+/// Returns the tolerance of a result. For each 16 elements of k the tensor core truncates summands below 2^-23 of the
+/// largest. A warp adds k / 128 such products to its sum, and then eight sums and the bias are added. The tolerance is
+/// relative to the sum of the products' absolute values. A result in T is rounded once more, to the nearest.
 fn tolerance(built: &Built, want: f64, sizes: f64) -> f64 {
     let n_sums = built.product.k as f64 / 128.0 + 12.0;
     let rounding = match built.product.out_element {
         Element::F32 => 0.0,
-        // A little more than half: the sum may lie across the border to larger numbers.
+        // A little more than half an ulp, because the sum may be on the other side of a power of two.
         stored => 0.51 * ulp(stored, want),
     };
     n_sums * 2.0_f64.powi(-23) * sizes + rounding
@@ -69,10 +69,10 @@ fn check(built: &Built, got: &[f32]) {
 const OF_MODELS: [(usize, usize); 7] =
     [(1152, 896), (9728, 896), (896, 4864), (2048, 1536), (1536, 8960), (4608, 3584), (151_936, 896)];
 
-/// Every number of rows; rows of weight around a block's 16; columns around a thread's 8, a turn's 64 and the 2048 of
-/// all warps' loads.
+/// Covers every number of rows; rows of weight around a block's 16; columns around a thread's 8, a turn's 64 and the
+/// 2048 of all warps' loads.
 #[test]
-fn gemv_is_the_reference_within_its_roundings() {
+fn gemv_matches_the_reference_within_its_roundings() {
     let device = &*test_device();
     let ns = [1, 15, 16, 17, 33, 48];
     let ks = [8, 56, 64, 72, 512, 896, 2040, 2048, 2056, 4864];
@@ -87,7 +87,7 @@ fn gemv_is_the_reference_within_its_roundings() {
     }
     for (i, &(n, k)) in gpu_only("gemv", OF_MODELS).iter().enumerate() {
         let element = [Element::Bf16, Element::F16][i % 2];
-        // The largest is a head.
+        // The largest is an output head.
         let (m, out_element) = if n > 100_000 { (1, Element::F32) } else { (8 - i, element) };
         let built = build(device, (m, n, k), element, out_element);
         check(&built, &run(device, &built.product));
@@ -95,14 +95,14 @@ fn gemv_is_the_reference_within_its_roundings() {
 }
 
 #[test]
-fn a_row_is_bitwise_the_same_alone_and_with_others() {
+fn a_row_has_the_same_bits_alone_and_in_a_batch() {
     let device = &*test_device();
     for element in [Element::Bf16, Element::F16] {
         let built = build(device, (8, 40, 1096), element, Element::F32);
         let together = run(device, &built.product);
         for row in [0, 3, 7] {
             let Product { n, k, input, .. } = built.product;
-            let out = device.room("one row", Element::F32, n);
+            let out = device.unwritten("one row", Element::F32, n);
             let alone = run(device, &Product { m: 1, input: input.at(row * k * 2), out, ..built.product });
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert_eq!(bits(&alone), bits(&together[row * n..][..n]), "{element:?}, row {row}");
@@ -110,9 +110,8 @@ fn a_row_is_bitwise_the_same_alone_and_with_others() {
     }
 }
 
-/// What is not finite shows in its own results and in no others.
 #[test]
-fn infinities_stay_with_their_row_and_column() {
+fn non_finite_numbers_affect_only_their_row_and_column() {
     let device = &*test_device();
     let (m, n, k) = (3, 20, 200);
     let mut x = SplitMix64::new(1).values(Size::Unit, m * k);
@@ -121,7 +120,7 @@ fn infinities_stay_with_their_row_and_column() {
     weight[18 * k + 199] = f32::NAN;
     let element = Element::Bf16;
     let (input, weight) = (device.elements("x", element, &x), device.elements("weight", element, &weight));
-    let (bias, out) = (DevicePtr::NULL, device.room("out", Element::F32, m * n));
+    let (bias, out) = (DevicePtr::NULL, device.unwritten("out", Element::F32, m * n));
     let product = Product { m, n, k, element, out_element: Element::F32, input, weight, bias, out };
     for (i, y) in run(device, &product).into_iter().enumerate() {
         assert_eq!(y.is_finite(), i / n != 1 && i % n != 18, "row {}, column {}: {y}", i / n, i % n);
@@ -129,7 +128,7 @@ fn infinities_stay_with_their_row_and_column() {
 }
 
 #[test]
-fn what_the_kernel_does_not_do_is_said_before_it_starts() {
+fn fits_is_false_for_unsupported_products() {
     let device = &*test_device();
     let fitting = build(device, (8, 16, 64), Element::Bf16, Element::Bf16).product;
     assert!(gemv::fits(&fitting));

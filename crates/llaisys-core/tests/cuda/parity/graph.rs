@@ -1,5 +1,5 @@
-//! A whole decode step as a graph on a device (the emulator, or a GPU): what was captured once gives the bits of the
-//! pass that is launched kernel by kernel, for contexts that have grown since.
+//! A whole decode step as a graph on a device (the emulator, or a GPU). A graph that was captured once gives the bits
+//! of the pass that is launched kernel by kernel, for contexts that have grown since the capture.
 
 use crate::common::Tiny;
 use crate::emulator::arrays::Arrays;
@@ -14,8 +14,8 @@ use llaisys_core::threads::Pool;
 
 const MAX_LEN: usize = 140;
 
-/// Sequences at a decode step: each has its newest token, and its cells in a list of its own that is as long as lists
-/// ever get, so that they begin where they began.
+/// Sequences at a decode step. Each has its newest token and a list of cells of the maximum length, so that the starts
+/// of the lists do not change.
 struct Step {
     tokens: Vec<i32>,
     positions: Vec<i32>,
@@ -25,7 +25,7 @@ struct Step {
 }
 
 impl Step {
-    /// Step `step` of `n` sequences of different lengths.
+    /// Returns step `step` of `n` sequences of different lengths.
     fn new(n: usize, step: usize, vocab_size: usize) -> Self {
         let cell = |sequence: usize, position: usize| ((position * 9 % MAX_LEN) * n + sequence) as u32;
         let listed = (0..n).flat_map(|s| (0..MAX_LEN).map(move |position| cell(s, position))).collect();
@@ -46,7 +46,7 @@ impl Step {
         let (tokens, positions, cells) = (&self.tokens, &self.positions, &self.cells);
         let rows = ForwardRows { tokens, positions, cells, attention, windowed: None };
         let outputs: Vec<usize> = (0..tokens.len()).collect();
-        decoder.forward(device, &rows, &outputs).expect("the pass is done")
+        decoder.forward(device, &rows, &outputs).expect("the pass runs")
     }
 }
 
@@ -64,7 +64,7 @@ fn check(checkpoint: &Checkpoint, n: usize) {
     case("graph", Element::Bf16, format!("{n} rows of a decode step, captured once, replayed for four"));
     let read = |at| device.read_bytes(at, n * vocab_size * 4);
     let first = Step::new(n, 0, vocab_size);
-    // The first pass finds its plans and loads its kernels, which a capture could not.
+    // The first pass chooses its product plans and loads its kernels, which a capture cannot do.
     let at = first.forward(&decoder, device);
     device.begin_capture().unwrap();
     first.forward(&decoder, &Part { device, uploads: false });
@@ -73,21 +73,21 @@ fn check(checkpoint: &Checkpoint, n: usize) {
         let rows = Step::new(n, step, vocab_size);
         assert_eq!(rows.forward(&decoder, device), at);
         let eager = read(at);
-        // Nothing of the eager pass is left where the graph's results will be.
+        // Overwrites the results of the eager pass.
         device.fill(at, 0xff, eager.len()).unwrap();
         rows.forward(&decoder, &Part { device, uploads: true });
         device.replay(graph).unwrap();
         assert!(read(at) == eager, "{n} rows, step {step}: the graph's logits are not the pass's");
         assert!(eager.chunks_exact(4).all(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]).is_finite()));
-        // Another step has other logits, so that a graph which repeats its first one would be seen.
+        // Another step has other logits, so a graph that repeats its first results would be detected.
         let other = Step::new(n, step + 1, vocab_size).forward(&decoder, device);
         assert!(read(other) != eager, "{n} rows, step {step}");
     }
 }
 
-/// Row counts on both sides of the border between our kernel and the library's product.
+/// The numbers of rows use our product kernel and the library's.
 #[test]
-fn a_replayed_decode_step_has_the_bits_of_the_eager_one() {
+fn a_replayed_decode_step_has_the_bits_of_the_eager_pass() {
     let model = Tiny::sized("Qwen2ForCausalLM", true, |model| {
         (model.d_model, model.d_ff, model.vocab_size) = (72, 104, 75);
         (model.n_heads, model.n_kv_heads, model.d_head) = (6, 2, 64);

@@ -1,5 +1,5 @@
-//! The library's matrix product on a device (the emulator, or a GPU), of whole numbers: every sum of them is exact in
-//! f32 in whatever order, so that results are equal, and rounded once where they are stored in 16 bits.
+//! The library's matrix product on a device (the emulator, or a GPU), of whole numbers. Their sums are exact in f32 in
+//! any order, so results are equal. Results in 16 bits are rounded once.
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::compare::rounded;
@@ -8,14 +8,16 @@ use llaisys_core::cuda::device::{Device, DevicePtr, Element, Product};
 use llaisys_core::ops::cases::SplitMix64;
 
 const ROWS: [usize; 10] = [1, 2, 3, 7, 8, 9, 16, 17, 64, 257];
-/// `[n, k]`: an odd one; those of the 0.5B, 1.5B and 7B shapes; a head.
+/// An odd shape, `[n, k]`.
 const ODD: (usize, usize) = (33, 72);
+/// The shapes of 0.5B, 1.5B and 7B models, `[n, k]`; the last is an output head.
 const OF_MODELS: [(usize, usize); 7] =
     [(1152, 896), (9728, 896), (896, 4864), (2048, 1536), (1536, 8960), (4608, 3584), (151_936, 896)];
-/// Numbers of a column's sums that are compared at most, in products: every so many columns, and the last.
+/// The most products that a comparison computes: it compares evenly spaced columns, and the last.
 const MOST: usize = 1 << 24;
 
-/// Numbers from -8 to 8. 8960 products of them stay far below 2^24, and sums of random ones below f16's 65504.
+/// Returns whole numbers from -8 to 8. Sums of 8960 of their products are far below 2^24, and sums of random ones are
+/// below f16's 65504.
 fn whole(draw: &mut SplitMix64, n: usize) -> Vec<f32> {
     (0..n).map(|_| draw.below(17) as f32 - 8.0).collect()
 }
@@ -27,7 +29,7 @@ fn check(device: &dyn Device, shape: (usize, usize, usize), element: Element, ou
     let draw = &mut SplitMix64::new((m * 31 + n * 7 + k) as u64);
     let (x, weight, bias) = (whole(draw, m * k), whole(draw, n * k), whole(draw, n));
     let has_bias = draw.below(2) == 0;
-    let out = device.room("out", out_element, m * n);
+    let out = device.unwritten("out", out_element, m * n);
     let product = Product {
         m,
         n,
@@ -39,7 +41,7 @@ fn check(device: &dyn Device, shape: (usize, usize, usize), element: Element, ou
         bias: if has_bias { device.elements("bias", element, &bias) } else { DevicePtr::NULL },
         out,
     };
-    device.product(&product).expect("the product is done");
+    device.product(&product).expect("the product runs");
     let got = device.read(out_element, out, m * n);
     let step = (m * n * k).div_ceil(MOST).min(n);
     for column in (0..n).step_by(step).chain([n - 1]) {

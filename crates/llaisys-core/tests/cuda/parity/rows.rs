@@ -1,4 +1,4 @@
-//! The row-wise CUDA kernels, run by a device (the emulator, or a GPU), against their references.
+//! The row-wise CUDA kernels, on a device (the emulator, or a GPU), compared with their references.
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::close::assert_close;
@@ -18,7 +18,8 @@ const STORED: [Element; 2] = [Element::Bf16, Element::F16];
 
 const ROWS: [usize; 10] = [1, 2, 3, 7, 8, 9, 16, 17, 64, 257];
 
-/// Rows and widths: all of one with some of the other, no more than an emulator does in a second; on a GPU all of both.
+/// Returns pairs of rows and widths. The emulator's pairs cover every number of rows and every width within a second; a
+/// GPU runs all pairs.
 fn shapes(op: &str) -> Vec<(usize, usize)> {
     let mut shapes: Vec<_> = ROWS.map(|n| (n, 64)).to_vec();
     shapes.extend([1, 9, 64].map(|n| (n, 896)));
@@ -29,7 +30,7 @@ fn shapes(op: &str) -> Vec<(usize, usize)> {
     shapes
 }
 
-/// An array on the device, and the values that it keeps.
+/// Creates an array on the device; returns it and its rounded values.
 fn stored(
     device: &dyn Device,
     what: &'static str,
@@ -56,11 +57,14 @@ fn embed_and_gather_copy_rows_exactly() {
             let want = reference::gather::gather(&values, width, &rows);
             for gathers in [false, true] {
                 case(if gathers { "gather" } else { "embed" }, element, format!("{n_rows} x {width}"));
-                let out = device.room("out", element, n_rows * width);
-                let done = if gathers {
-                    Gather { element, x: table, rows: at, out, n_rows, width }.launch(device)
-                } else {
-                    Embed { element, table, tokens: at, out, n_rows, width }.launch(device)
+                let out = device.unwritten("out", element, n_rows * width);
+                // SAFETY: the table has a row for each id.
+                let done = unsafe {
+                    if gathers {
+                        Gather { element, x: table, rows: at, out, n_rows, width }.launch(device)
+                    } else {
+                        Embed { element, table, tokens: at, out, n_rows, width }.launch(device)
+                    }
                 };
                 done.expect("the kernel runs");
                 let what = format!("{element:?} {n_rows} x {width}, gathers: {gathers}");
@@ -71,7 +75,7 @@ fn embed_and_gather_copy_rows_exactly() {
 }
 
 #[test]
-fn add_rms_norm_adds_and_norms_within_two_places() {
+fn add_rms_norm_matches_the_reference_within_two_ulp() {
     for element in STORED {
         let mut shapes = shapes("add_rms_norm");
         shapes.extend([(2, 8), (2, 264), (1, MAX_WIDTH)]);
@@ -80,12 +84,12 @@ fn add_rms_norm_adds_and_norms_within_two_places() {
             let rounds_twice = number % 3 != 0;
             let (device, draw) = (&*test_device(), &mut SplitMix64::new(number as u64));
             let n = n_rows * width;
-            // Squares of larger numbers leave f16's range, which is the model's business.
+            // Squares of larger numbers exceed f16's range; models avoid that.
             let size = [Size::Unit, Size::Outliers, Size::Zero][number % 3];
             let (residual, before) = stored(device, "residual", element, &draw.values(size, n));
             let (x, branch) = stored(device, "x", element, &draw.values(Size::Unit, n));
             let (weight_at, weight) = stored(device, "weight", Element::F32, &draw.values(Size::Unit, width));
-            let out = device.room("out", element, n);
+            let out = device.unwritten("out", element, n);
             let (eps, x_or_null) = (1e-5, if number % 4 == 3 { DevicePtr::NULL } else { x });
             let op = AddRmsNorm {
                 element,
@@ -120,9 +124,9 @@ fn add_rms_norm_adds_and_norms_within_two_places() {
     }
 }
 
-/// The branch's array takes the result, as a decoder wants it; and the kernel rounds where it says.
+/// The result replaces the branch, as in the decoder.
 #[test]
-fn add_rms_norm_works_in_place_and_rounds_as_asked() {
+fn add_rms_norm_works_in_place_and_rounds_once_or_twice() {
     let (element, width) = (Element::Bf16, 64);
     let of = |rounds_twice| {
         let device = &*test_device();
@@ -147,12 +151,12 @@ fn add_rms_norm_works_in_place_and_rounds_as_asked() {
     let (twice, want_twice) = of(true);
     let (once, want_once) = of(false);
     assert_ne!(want_twice, want_once, "the case shows the difference");
-    // No number of this case lies within f32's error of the middle of two places.
+    // No number of this case is within f32's error of the middle of two bf16 numbers.
     assert_eq!((twice, once), (want_twice, want_once));
 }
 
 #[test]
-fn gates_are_within_two_places_of_swiglu_and_geglu() {
+fn gates_match_swiglu_and_geglu_within_two_ulp() {
     for element in STORED {
         for kind in [GateKind::Silu, GateKind::GeluTanh] {
             let mut shapes = vec![(1, 64), (3, 2048), (2, 4864), (9, 896), (64, 72), (257, 8)];
@@ -161,12 +165,12 @@ fn gates_are_within_two_places_of_swiglu_and_geglu() {
             for (n_rows, width) in shapes {
                 case("gate", element, format!("{n_rows} x {width}, {kind:?}"));
                 let (device, draw) = (&*test_device(), &mut SplitMix64::new(width as u64));
-                // Gates where the function bends, and some where it is zero or one.
+                // Gates in the curved range of the function, and some where it is zero or one.
                 let mut values = draw.values(Size::Unit, n_rows * 2 * width);
                 values.iter_mut().step_by(2).for_each(|x| *x *= 6.0);
                 values.iter_mut().step_by(37).for_each(|x| *x *= 100.0);
                 let (gate_up, values) = stored(device, "gate_up", element, &values);
-                let out = device.room("out", element, n_rows * width);
+                let out = device.unwritten("out", element, n_rows * width);
                 Gate { element, kind, gate_up, out, n_rows, width }.launch(device).expect("the kernel runs");
                 let of_row = |row: &[f32]| match kind {
                     GateKind::Silu => reference::swiglu::swiglu(&row[..width], &row[width..]),
@@ -174,8 +178,8 @@ fn gates_are_within_two_places_of_swiglu_and_geglu() {
                 };
                 let want: Vec<f64> = values.chunks_exact(2 * width).flat_map(of_row).collect();
                 let what = format!("{element:?} {kind:?} {n_rows} x {width}");
-                // Where a gate nears zero: f16 keeps multiples of 2^-24, one of which may be lost before the product;
-                // and e^-x leaves f32's range below -88, where the gate is less than 1e-36.
+                // Near zero, f16 has multiples of 2^-24, one of which may be lost before the product. e^-x exceeds
+                // f32's range below -88, where the gate is less than 1e-36.
                 let tolerance = |i: usize, want: f64| {
                     let up = values[i / width * 2 * width + width + i % width];
                     let least = if element == Element::F16 { (-24.0_f64).exp2() } else { 1e-36 };
@@ -187,7 +191,7 @@ fn gates_are_within_two_places_of_swiglu_and_geglu() {
     }
 }
 
-/// Converts between the types with the functions that every kernel uses.
+/// Converts between the types with the functions of `prim.cuh`.
 static CONVERT: KernelSource = KernelSource {
     name: "convert",
     text: include_str!("convert.cu"),
@@ -213,17 +217,18 @@ fn convert(device: &dyn Device, n: usize, from: (Element, DevicePtr), to: (Eleme
         shared_bytes: 0,
         args: &[Arg::Ptr(from.1), Arg::Ptr(to.1), Arg::U64(n as u64)],
     };
-    device.launch(&launch).expect("the kernel runs");
+    // SAFETY: both arrays have `n` elements.
+    unsafe { device.launch(&launch) }.expect("the kernel runs");
 }
 
 #[test]
-fn stored_types_round_every_number_as_half_does() {
+fn conversions_round_every_number_as_the_half_crate() {
     let all: Vec<u16> = (0..=u16::MAX).collect();
     let bytes: Vec<u8> = all.iter().flat_map(|bits| bits.to_le_bytes()).collect();
     let mut wide =
         vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 65504.0, 65519.9, 65520.0, 3.4e38];
     for &bits in &all {
-        // Each f16 and bf16, the middle to the next, and both sides of the middle.
+        // Each f16 and bf16 number, the middle between it and the next, and both sides of the middle.
         for x in [f16::from_bits(bits).to_f32(), bf16::from_bits(bits).to_f32()] {
             let step = if f16::from_f32(x).to_f32() == x { 0x1000 } else { 0x8000 };
             wide.extend(
@@ -246,7 +251,7 @@ fn stored_types_round_every_number_as_half_does() {
         for to in STORED {
             let n = values.len();
             case("convert", to, format!("{n} from {from:?}"));
-            let out = device.room("out", to, n);
+            let out = device.unwritten("out", to, n);
             convert(device, n, (from, x), (to, out));
             for (i, (got, x)) in device.read(to, out, n).iter().zip(&values).enumerate() {
                 let want = match to {

@@ -1,4 +1,4 @@
-//! Sampling on a device (the emulator, or a GPU): against the CPU's sampler and against the rules written out.
+//! Sampling on a device (the emulator, or a GPU), compared with the CPU's sampler and with a direct model of the rules.
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::pick::{case, gpu_only, test_device};
@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 const MAX_LEN: usize = 64;
 
-/// A device with a slot for each row, and what is launched.
+/// A device with a slot for each row, and the arrays of a launch.
 struct Rig {
     device: Rc<dyn Device>,
     tables: SampleTables,
@@ -34,34 +34,34 @@ impl Rig {
         let device = test_device();
         let (vocab, n_rows) = (rows[0].logits.len(), rows.len());
         case("sample", Element::F32, format!("{n_rows} rows of {vocab}"));
-        // Slot 0 stays idle, and rows take slots from the last.
+        // Slot 0 stays idle, and rows have the slots in descending order.
         let tables = SampleTables::new(&*device, n_rows + 1, vocab, MAX_LEN).expect("the device has memory");
         let slot_of = |row: usize| n_rows - row;
         for (i, row) in rows.iter().enumerate() {
             let (prompt, output) = (&row.prompt, &row.output);
             let attach = Attach { spec: &row.spec, prompt, output, masked: row.mask.is_some() };
-            tables.attach(&*device, slot_of(i), &attach).expect("the tables hold it");
+            tables.attach(&*device, slot_of(i), &attach).expect("it fits the tables");
             if let Some(mask) = &row.mask {
-                tables.set_mask(&*device, slot_of(i), Some(mask)).expect("the slot is its own");
+                tables.set_mask(&*device, slot_of(i), Some(mask)).expect("the slot exists");
             }
         }
-        // The slots alone, or as in the plan of a step.
+        // Only the slots, or pairs as in the plan of a step.
         let slot_stride = 1 + n_rows % 2;
         let slots: Vec<u32> = (0..n_rows)
             .flat_map(|row| [slot_of(row) as u32, u32::MAX].into_iter().take(slot_stride))
             .collect();
         let positions: Vec<i32> = rows.iter().map(|row| row.n_before() as i32 - 1).collect();
         let logits: Vec<f32> = rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let room = |what, n_bytes| device.alloc(what, n_bytes).expect("the device has memory");
+        let alloc = |what, n_bytes| device.alloc(what, n_bytes).expect("the device has memory");
         Self {
             positions: device.i32s("positions", &positions),
             slots: device.u32s("slots", &slots),
             slot_stride,
             logits: device.elements("logits", Element::F32, &logits),
-            edited: room("edited", logits.len() * 4),
-            stats: room("stats", sample::stats_bytes(n_rows, vocab)),
-            results: room("results", n_rows * RESULT_BYTES),
-            tops: room("tops", n_rows * TOP_BYTES),
+            edited: alloc("edited", logits.len() * 4),
+            stats: alloc("stats", sample::stats_bytes(n_rows, vocab)),
+            results: alloc("results", n_rows * RESULT_BYTES),
+            tops: alloc("tops", n_rows * TOP_BYTES),
             last_tokens: device.i32s("last tokens", &vec![-1; n_rows + 1]),
             tables,
             device,
@@ -83,7 +83,8 @@ impl Rig {
             tops,
             n_rows: self.n_rows,
         };
-        sample.launch(&*self.device).expect("the kernels run");
+        // SAFETY: every row has its own slot of the tables, and positions are below `MAX_LEN`.
+        unsafe { sample.launch(&*self.device) }.expect("the kernels run");
     }
 
     fn outcomes(&self, rows: &[Row]) -> Vec<Option<Outcome>> {
@@ -105,7 +106,8 @@ fn run(rows: &[Row]) -> Vec<Outcome> {
     rig.outcomes(rows).into_iter().map(|outcome| outcome.expect("no slot is idle")).collect()
 }
 
-/// The device's outcomes are the rules' up to rounding, and the CPU's but for some draws on a boundary.
+/// Asserts that the device's outcomes follow the rules up to rounding, and equal the CPU's except for some draws on a
+/// boundary.
 fn check(rows: &[Row]) {
     let mut n_other = 0;
     for (row, got) in rows.iter().zip(run(rows)) {
@@ -125,12 +127,12 @@ fn check(rows: &[Row]) {
             check_logprobs(row, *id, logprobs, *want_id, want);
         }
     }
-    // A boundary is met by chance, about once in 1e5 rows of these.
+    // A draw is on a boundary by chance, about once in 1e5 rows of these.
     assert!(n_other <= rows.len() / 50, "{n_other} of {} rows are not the CPU's", rows.len());
 }
 
 fn check_logprobs(row: &Row, id: u32, got: &Logprobs, want_id: u32, want: &Logprobs) {
-    // The normaliser is an f32 on both sides (1 ulp below 64: 4e-6), of sums that differ by 1e-6.
+    // The normalizer is an f32 on both sides (1 ulp below 64: 4e-6), of sums that differ by 1e-6.
     let close = |a: f32, b: f32| (a - b).abs() < 6e-6;
     let own = want.logprob + (row.logits[id as usize] - row.logits[want_id as usize]);
     assert!(close(got.logprob, own), "{} and {own}", got.logprob);
@@ -144,7 +146,7 @@ fn check_logprobs(row: &Row, id: u32, got: &Logprobs, want_id: u32, want: &Logpr
 }
 
 #[test]
-fn every_combination_of_parameters_is_the_cpus() {
+fn every_combination_of_parameters_matches_the_cpu() {
     for part in 0..4 {
         let (mut draw, vocab) = (SplitMix64::new(part), if part < 2 { 1000 } else { 6007 });
         let rows: Vec<Row> = (0..64).map(|i| row(&mut draw, vocab, part as usize * 64 + i)).collect();
@@ -152,9 +154,9 @@ fn every_combination_of_parameters_is_the_cpus() {
     }
 }
 
-/// The last chunk of the first and of the second is a part, and rows begin at any address.
+/// The last chunk is partial, and rows begin at unaligned addresses.
 #[test]
-fn large_vocabularies_are_the_cpus() {
+fn large_vocabularies_match_the_cpu() {
     let few = [
         (32003, vec![0b1111111, 0, 0b0000011, 0b0001000, 0b0110110, 0b0100001]),
         (151_936, vec![0, 0b0000010, 0b1101001, 0b0010111, 0b0001010, 0b0000100]),
@@ -172,7 +174,7 @@ fn row_of(logits: Vec<f32>, spec: SamplerSpec) -> Row {
     Row { logits, spec, prompt: vec![1], ..Row::default() }
 }
 
-/// Equal weights are exact on both sides, so the draws are equal bit for bit.
+/// Equal weights are exact on both sides, so the draws are equal.
 #[test]
 fn ties_are_kept_in_the_order_of_ids() {
     let levels = |counts: [usize; 3]| -> Vec<f32> {
@@ -189,7 +191,7 @@ fn ties_are_kept_in_the_order_of_ids() {
         SamplerSpec { top_k: 700, ..SamplerSpec::default() },
         SamplerSpec { top_p: 0.3, ..SamplerSpec::default() },
         SamplerSpec { top_k: 4000, top_p: 0.5, ..SamplerSpec::default() },
-        // All that top_k left of a tie is kept, and nothing that it dropped.
+        // top_p keeps every tie that top_k left, and none that it dropped.
         SamplerSpec { top_k: 50, top_p: 0.999, ..SamplerSpec::default() },
         SamplerSpec { typical_p: 0.4, ..SamplerSpec::default() },
         SamplerSpec { top_k: 900, typical_p: 0.7, ..SamplerSpec::default() },
@@ -208,7 +210,7 @@ fn ties_are_kept_in_the_order_of_ids() {
 }
 
 #[test]
-fn one_candidate_is_the_best_of_lowest_id() {
+fn a_single_candidate_is_the_best_token_with_the_lowest_id() {
     let mut draw = SplitMix64::new(11);
     let mut rows = Vec::new();
     for best in [[4999, 5000], [700, 8100], [8198, 8199]] {
@@ -221,7 +223,7 @@ fn one_candidate_is_the_best_of_lowest_id() {
             rows.push(row_of(row.clone(), spec));
         }
     }
-    // Both zeros are one number.
+    // Both zeros are equal.
     let mut zeros = vec![-1.0; 8200];
     (zeros[4000], zeros[5000]) = (-0.0, 0.0);
     rows.push(row_of(zeros, SamplerSpec { top_k: 1, ..SamplerSpec::default() }));
@@ -232,7 +234,7 @@ fn one_candidate_is_the_best_of_lowest_id() {
 }
 
 #[test]
-fn rows_at_fault_are_named_and_touch_no_other() {
+fn faults_are_reported_by_row_and_affect_no_other_row() {
     let plain = || {
         row_of(logits(&mut SplitMix64::new(5), 5000), SamplerSpec { top_p: 0.9, ..SamplerSpec::default() })
     };
@@ -273,7 +275,7 @@ fn rows_at_fault_are_named_and_touch_no_other() {
     }
 }
 
-/// Each device starts blocks and threads in an order of its own.
+/// Each device has its own order of blocks and threads.
 #[test]
 fn results_are_the_same_bits_in_every_order_of_threads() {
     let mut draw = SplitMix64::new(77);
@@ -291,7 +293,7 @@ fn results_are_the_same_bits_in_every_order_of_threads() {
 }
 
 #[test]
-fn tokens_of_the_prompt_are_scored_and_not_drawn() {
+fn prompt_tokens_are_scored_and_not_sampled() {
     let mut draw = SplitMix64::new(21);
     let prompt: Vec<i32> = vec![5, 2999, 0, 5, 1234, 7];
     let spec = SamplerSpec {
@@ -324,16 +326,16 @@ fn tokens_of_the_prompt_are_scored_and_not_drawn() {
         assert_eq!((*id, logprobs.top.len()), (want_id, want.top.len()));
         check_logprobs(row, *id, logprobs, want_id, &want);
     }
-    // Only the row behind the prompt gave a new token. Rows took the slots from the last.
+    // Only the row behind the prompt sampled a new token. Rows have the slots in descending order.
     let last = rig.device.read_i32s(rig.last_tokens, 7);
     let Some(Outcome::Token { id, .. }) = &got[5] else { panic!("{got:?}") };
     assert_eq!(last, [-1, *id as i32, -1, -1, -1, -1, -1]);
 }
 
-/// One captured launch, replayed step by step: each step sees the tokens of the ones before, with no help of the host
-/// but the positions.
+/// One captured launch is replayed for each step. Each step sees the tokens of the previous steps; the host uploads
+/// only the positions.
 #[test]
-fn a_captured_launch_goes_on_from_its_own_tokens() {
+fn a_replayed_launch_continues_from_its_own_tokens() {
     const STEPS: usize = 12;
     let mut draw = SplitMix64::new(99);
     let spec = |seed| SamplerSpec {
@@ -365,7 +367,7 @@ fn a_captured_launch_goes_on_from_its_own_tokens() {
     let graph = rig.device.end_capture().expect("a capture is open");
     for step in 0..STEPS {
         let positions = [(2 + step) as u32; 4].map(u32::to_le_bytes).concat();
-        rig.device.upload(rig.positions, &positions).expect("the array is its own");
+        rig.device.upload(rig.positions, &positions).expect("the array is inside the allocation");
         rig.device.replay(graph).expect("the kernels run");
         for ((row, sampler), got) in rows.iter().zip(&mut samplers).zip(rig.outcomes(&rows)) {
             let n_before = 3 + step as u32;
@@ -383,12 +385,12 @@ fn sample_on_cpu(logits: &mut [f32], sampler: &Sampler, n_before: u32) -> Outcom
 }
 
 #[test]
-fn rows_of_idle_slots_are_left_out() {
+fn rows_of_idle_slots_have_no_outcome() {
     let rows =
         [row_of(vec![0.0; 100], SamplerSpec::default()), row_of(vec![f32::NAN; 100], SamplerSpec::default())];
     let rig = Rig::new(&rows);
     // The second row's sequence has left slot 1.
-    rig.tables.detach(&*rig.device, 1).expect("the slot is its own");
+    rig.tables.detach(&*rig.device, 1).expect("the slot exists");
     rig.launch(rig.tops);
     let got = rig.outcomes(&rows);
     assert!(matches!(got[..], [Some(Outcome::Token { .. }), None]), "{got:?}");
@@ -396,7 +398,7 @@ fn rows_of_idle_slots_are_left_out() {
 }
 
 #[test]
-fn a_mask_is_of_one_step() {
+fn a_mask_applies_to_one_step() {
     let mut row = row_of(
         logits(&mut SplitMix64::new(1), 70),
         SamplerSpec { temperature: 0.0, ..SamplerSpec::default() },
@@ -406,14 +408,14 @@ fn a_mask_is_of_one_step() {
     let rig = Rig::new(&rows);
     rig.launch(rig.tops);
     assert_eq!(rig.outcomes(&rows), [Some(Outcome::Token { id: 66, logprobs: None })]);
-    rig.tables.set_mask(&*rig.device, 1, None).expect("the slot is its own");
+    rig.tables.set_mask(&*rig.device, 1, None).expect("the slot exists");
     rig.launch(rig.tops);
     row.mask = None;
     assert_eq!(rig.outcomes(&rows), [Some(row.on_cpu())]);
 }
 
 #[test]
-fn a_bad_word_is_of_the_answer_alone() {
+fn bad_words_match_only_in_the_completion() {
     let mut logits = vec![0.0; 50];
     logits[9] = 5.0;
     let bad_words = vec![vec![7, 8, 9]];
@@ -430,7 +432,7 @@ fn a_bad_word_is_of_the_answer_alone() {
 }
 
 #[test]
-fn what_the_tables_cannot_hold_is_refused_by_name() {
+fn parameters_that_do_not_fit_the_tables_are_refused_by_name() {
     let device = &*test_device();
     let tables = SampleTables::new(device, 2, 5000, MAX_LEN).expect("the device has memory");
     let many = |n: u32| (0..n).collect::<Vec<u32>>();

@@ -1,4 +1,4 @@
-//! The CUDA kernels around the KV cells and the state of sequences on a device: the emulator, or a GPU.
+//! The CUDA kernels of KV cells and of the sequences' state, on a device (the emulator, or a GPU).
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::close::assert_close;
@@ -13,7 +13,7 @@ use llaisys_core::ops::reference;
 const STORED: [Element; 2] = [Element::Bf16, Element::F16];
 const EPS: f32 = 1e-6;
 
-/// A f32 array on the device.
+/// An f32 array on the device.
 struct Floats {
     at: DevicePtr,
     values: Vec<f32>,
@@ -25,7 +25,7 @@ impl Floats {
     }
 }
 
-/// Cosines and sines of positions `0..n`.
+/// Returns the cosines and sines of positions `0..n`.
 fn angles(device: &dyn Device, d: usize, n: i32) -> (Floats, Floats) {
     let angles = reference::rope::angles(d, 10_000.0, &(0..n).collect::<Vec<_>>());
     let cos = angles.iter().map(|x| x.cos() as f32).collect();
@@ -33,7 +33,7 @@ fn angles(device: &dyn Device, d: usize, n: i32) -> (Floats, Floats) {
     (Floats::new(device, "cos", cos), Floats::new(device, "sin", sin))
 }
 
-/// `rms_norm` of a head, rounded where transformers rounds.
+/// Returns `rms_norm` of a head, rounded where transformers rounds.
 fn normed(element: Element, head: &[f32], weight: &[f32]) -> Vec<f32> {
     let ones = vec![1.0; head.len()];
     let quotients = reference::rms_norm::rms_norm(head, &ones, EPS);
@@ -49,10 +49,11 @@ struct Rotated<'a> {
     is_normed: bool,
 }
 
-/// Compares heads `[.., d]` that were rotated out of `x`.
+/// Compares heads `[.., d]` with the rotation of `x`.
 ///
-/// The rotation's two products and sum are rounded in f32, relative to the products: 2^-22 of both covers them where they
-/// cancel. A norm before it may round to the neighbour of what f64 rounds to: one place of the products then.
+/// The rotation's products and sum are rounded in f32, relative to the products. 2^-22 of both products covers that
+/// where they cancel. A norm before the rotation may round to the number next to f64's result, which is one ulp of the
+/// products.
 fn assert_rotated(element: Element, got: &[f32], want: &[f64], rotated: Rotated<'_>, what: &str) {
     let Rotated { x, d, is_normed } = rotated;
     let tolerance = |i: usize, want: f64| {
@@ -76,10 +77,10 @@ fn check_rope_kv_store(element: Element, shape: HeadShape, n_rows: usize, is_nor
     let before = device.read(element, qkv, n_rows * width);
     let q_norm = Floats::new(device, "q_norm", draw.values(Size::Unit, d));
     let k_norm = Floats::new(device, "k_norm", draw.values(Size::Unit, d));
-    let room = || device.room("cells of a layer", element, n_cells * n_kv_heads * d);
-    let (keys, values) = (room(), room());
+    let unwritten = || device.unwritten("cells of a layer", element, n_cells * n_kv_heads * d);
+    let (keys, values) = (unwritten(), unwritten());
     let or_null = |norm: &Floats| if is_normed { norm.at } else { DevicePtr::NULL };
-    RopeKvStore {
+    let op = RopeKvStore {
         element,
         shape,
         qkv,
@@ -93,9 +94,9 @@ fn check_rope_kv_store(element: Element, shape: HeadShape, n_rows: usize, is_nor
         keys,
         values,
         n_rows,
-    }
-    .launch(device)
-    .expect("the kernel runs");
+    };
+    // SAFETY: positions are below the number of angles, and cells below that of keys and values.
+    unsafe { op.launch(device) }.expect("the kernel runs");
     let after = device.read(element, qkv, n_rows * width);
     let n_kv = n_kv_heads * d;
     let (k_cells, v_cells) =
@@ -107,7 +108,7 @@ fn check_rope_kv_store(element: Element, shape: HeadShape, n_rows: usize, is_nor
         };
         let (q, rest) = before.split_at(n_heads * d);
         let (k, v) = rest.split_at(n_kv);
-        assert_eq!(&after[n_heads * d..], rest, "k and v of the product stay, {what}");
+        assert_eq!(&after[n_heads * d..], rest, "k and v of the product do not change, {what}");
         let cell = cells[t] as usize * n_kv;
         assert_eq!(&v_cells[cell..][..n_kv], v, "{what}");
         for (x, norm, got) in [(q, &q_norm, &after[..n_heads * d]), (k, &k_norm, &k_cells[cell..][..n_kv])] {
@@ -144,14 +145,15 @@ fn rope_kv_store_norms_rotates_and_stores() {
     }
 }
 
-/// Padding rows all write to cell 0 and leave every other alone.
+/// All padding rows write to cell 0 and to no other cell.
 #[test]
 fn padding_rows_store_in_cell_0() {
     let (device, element) = (&*test_device(), Element::Bf16);
     let shape = HeadShape { n_heads: 2, n_kv_heads: 1, d_head: 64 };
     let (cos, sin) = angles(device, 64, 1);
-    let (keys, values) = (device.room("keys", element, 3 * 64), device.room("values", element, 3 * 64));
-    RopeKvStore {
+    let (keys, values) =
+        (device.unwritten("keys", element, 3 * 64), device.unwritten("values", element, 3 * 64));
+    let op = RopeKvStore {
         element,
         shape,
         qkv: device.elements("qkv", element, &[1.0; 5 * 4 * 64]),
@@ -165,9 +167,9 @@ fn padding_rows_store_in_cell_0() {
         keys,
         values,
         n_rows: 5,
-    }
-    .launch(device)
-    .expect("the kernel runs");
+    };
+    // SAFETY: positions are below the number of angles, and cells below that of keys and values.
+    unsafe { op.launch(device) }.expect("the kernel runs");
     for cells in [keys, values] {
         let got = device.read(element, cells, 3 * 64);
         assert!(got[..64].iter().all(|&x| x == 1.0) && got[64..].iter().all(|x| x.is_nan()));
@@ -175,7 +177,7 @@ fn padding_rows_store_in_cell_0() {
 }
 
 #[test]
-fn rope_shift_turns_the_keys_of_chosen_cells() {
+fn rope_shift_rotates_the_keys_of_the_listed_cells() {
     for element in STORED {
         for (n_kv_heads, d, n_shifted) in [(2, 64, 1), (8, 80, 7), (10, 96, 3), (4, 128, 30)] {
             let (device, draw) = (&*test_device(), &mut SplitMix64::new(d as u64));
@@ -187,7 +189,7 @@ fn rope_shift_turns_the_keys_of_chosen_cells() {
             let cos: Vec<f32> = angles.iter().map(|x| x.cos() as f32).collect();
             let sin: Vec<f32> = angles.iter().map(|x| x.sin() as f32).collect();
             let cells: Vec<u32> = draw.order(n_cells).iter().take(n_shifted).map(|&i| i as u32).collect();
-            RopeShift {
+            let op = RopeShift {
                 element,
                 shape: HeadShape { n_heads: 0, n_kv_heads, d_head: d },
                 keys,
@@ -195,9 +197,9 @@ fn rope_shift_turns_the_keys_of_chosen_cells() {
                 cos: device.elements("cos", Element::F32, &cos),
                 sin: device.elements("sin", Element::F32, &sin),
                 n_cells: n_shifted,
-            }
-            .launch(device)
-            .expect("the kernel runs");
+            };
+            // SAFETY: the keys have every cell of the list.
+            unsafe { op.launch(device) }.expect("the kernel runs");
             let after = device.read(element, keys, n_cells * width);
             for (cell, (before, after)) in
                 before.chunks_exact(width).zip(after.chunks_exact(width)).enumerate()
@@ -215,7 +217,7 @@ fn rope_shift_turns_the_keys_of_chosen_cells() {
 }
 
 #[test]
-fn copy_cells_moves_in_every_array() {
+fn copy_cells_copies_in_every_array() {
     let (n_arrays, n_cells) = (6, 9);
     for cell_bytes in [16, 512, 4096] {
         let device = &*test_device();
@@ -228,9 +230,9 @@ fn copy_cells_moves_in_every_array() {
         let pairs: Vec<u32> = moves.iter().flat_map(|&(from, to)| [from, to]).collect();
         let stride = n_cells * cell_bytes;
         let moves_at = device.u32s("moves", &pairs);
-        CopyCells { arrays, n_arrays, stride, moves: moves_at, n_moves: moves.len(), cell_bytes }
-            .launch(device)
-            .expect("the kernel runs");
+        let op = CopyCells { arrays, n_arrays, stride, moves: moves_at, n_moves: moves.len(), cell_bytes };
+        // SAFETY: each array has every cell of the moves.
+        unsafe { op.launch(device) }.expect("the kernel runs");
         for array in bytes.chunks_exact_mut(stride) {
             for (from, to) in moves {
                 array.copy_within(
@@ -243,7 +245,7 @@ fn copy_cells_moves_in_every_array() {
     }
 }
 
-/// The state of slots as the host would keep it.
+/// A host model of a slot's state.
 #[derive(Debug, Clone)]
 struct Slot {
     cells: Vec<u32>,
@@ -252,7 +254,7 @@ struct Slot {
 }
 
 #[test]
-fn step_begin_appends_cells_and_tells_rows_what_they_see() {
+fn step_begin_appends_cells_and_writes_what_rows_see() {
     for (n_slots, n_rows, window) in [(4, 3, 0), (9, 8, 3), (300, 280, 5)] {
         let (device, draw) = (&*test_device(), &mut SplitMix64::new(n_rows as u64));
         let max_len = 12;
@@ -275,17 +277,17 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
         let bases = device.i32s("bases", &slots.iter().map(|slot| slot.base).collect::<Vec<i32>>());
         let last_tokens: Vec<i32> = slots.iter().map(|slot| slot.last_token).collect();
         let last_tokens = device.i32s("last_tokens", &last_tokens);
-        let room = |what| device.room(what, Element::F32, n_rows);
+        let unwritten = |what| device.unwritten(what, Element::F32, n_rows);
         let rows = StepRows {
-            tokens: room("tokens"),
-            positions: room("positions"),
-            cells: room("cells"),
-            starts: room("starts"),
-            n_hidden: room("n_hidden"),
-            n_visible: room("n_visible"),
+            tokens: unwritten("tokens"),
+            positions: unwritten("positions"),
+            cells: unwritten("cells"),
+            starts: unwritten("starts"),
+            n_hidden: unwritten("n_hidden"),
+            n_visible: unwritten("n_visible"),
         };
         for _ in 0..4 {
-            // Slots in any order, and some padding rows among them.
+            // Slots in any order, with some padding rows between them.
             let order = draw.order(n_slots - 1);
             let chosen: Vec<usize> = (0..n_rows)
                 .map(|row| if draw.below(4) == 0 { 0 } else { order[row % order.len()] + 1 })
@@ -294,7 +296,7 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
                 chosen.iter().map(|&slot| (slot as u32, 1 + draw.below(1000) as u32)).collect();
             let pairs: Vec<u32> = plan.iter().flat_map(|&(slot, cell)| [slot, cell]).collect();
             let plan_at = device.u32s("plan", &pairs);
-            StepBegin {
+            let op = StepBegin {
                 plan: plan_at,
                 cell_table,
                 lengths,
@@ -304,9 +306,9 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
                 n_rows,
                 max_len,
                 window,
-            }
-            .launch(device)
-            .expect("the kernel runs");
+            };
+            // SAFETY: the arrays have every slot of the plan, each with fewer than `max_len` cells.
+            unsafe { op.launch(device) }.expect("the kernel runs");
             let [mut tokens, mut positions, mut cells, mut starts, mut hidden, mut visible] =
                 [const { Vec::new() }; 6];
             for &(slot, cell) in &plan {

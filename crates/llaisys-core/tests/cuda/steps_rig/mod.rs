@@ -1,5 +1,6 @@
-//! A model on the emulator with a KV cache, sequences and decode steps: what a context does with them, and nothing more.
+//! A model on the emulator with a KV cache, sequences and decode steps, used as a context uses them.
 
+#[allow(unsafe_code, reason = "passes launches on")]
 mod watched;
 
 pub(crate) use crate::emulator::Emulator;
@@ -26,18 +27,18 @@ pub(crate) struct Rig {
     pub(crate) decoder: DeviceDecoder,
     pub(crate) steps: Steps,
     pub(crate) kv: KvCache,
-    /// The host computes each step again, in the same bucket, and samples it.
+    /// Compare each step with an eager pass in the same bucket that the host samples.
     pub(crate) checked: bool,
 }
 
-/// A sequence that runs: all its tokens but the last have cells.
+/// A running sequence. All its tokens except the last have cells.
 #[derive(Debug, Clone)]
 pub(crate) struct Seq {
     pub(crate) id: SeqId,
     pub(crate) tokens: Vec<i32>,
     pub(crate) n_prompt: usize,
     pub(crate) spec: SamplerSpec,
-    /// Of its next token.
+    /// The mask of its next token.
     pub(crate) mask: Option<Vec<u32>>,
 }
 
@@ -46,12 +47,12 @@ impl Seq {
         self.id.slot() as usize
     }
 
-    pub(crate) fn answer(&self) -> &[i32] {
+    pub(crate) fn completion(&self) -> &[i32] {
         &self.tokens[self.n_prompt..]
     }
 }
 
-/// The slot of a sequence.
+/// Returns the slot of a sequence.
 pub(crate) fn slot_of(id: SeqId) -> SequenceSlot {
     SequenceSlot { sequence: id.to_raw(), index: id.slot() as usize }
 }
@@ -59,7 +60,7 @@ pub(crate) fn slot_of(id: SeqId) -> SequenceSlot {
 impl Rig {
     pub(crate) fn new(folder: &Path, settings: StepSettings) -> Self {
         let device = Watched::new();
-        let checkpoint = Checkpoint::open(folder).expect("the folder holds a model");
+        let checkpoint = Checkpoint::open(folder).expect("the folder has a model");
         let state = StateLimits { n_slots: N_ROWS, n_rows: N_ROWS, max_len: MAX_LEN };
         let steps =
             Steps::new(&device, checkpoint.config(), state, settings).expect("the emulator has memory");
@@ -72,15 +73,15 @@ impl Rig {
         };
         let pool = Pool::new(1).expect("a thread");
         let decoder =
-            DeviceDecoder::new(&device, &checkpoint, limits, &pool).expect("the kernels know the model");
+            DeviceDecoder::new(&device, &checkpoint, limits, &pool).expect("the kernels support the model");
         let shape = KvShape { n_cells: N_CELLS, n_seq_max: N_ROWS, n_streams: 1, lifo: true };
         let kv = KvCache::new(shape).expect("sizes in their bounds");
         device.take_calls();
         Self { device, decoder, steps, kv, checked: !settings.overlap }
     }
 
-    /// Lends an id and computes all tokens but the last, those from `shared` on: the ones before are another
-    /// sequence's. `n_prompt` of the tokens are the prompt.
+    /// Acquires an id and computes all tokens except the last. With `shared`, the first tokens are those of another
+    /// sequence and share its cells. The first `n_prompt` tokens are the prompt.
     pub(crate) fn add(
         &mut self,
         tokens: &[i32],
@@ -89,12 +90,12 @@ impl Rig {
         shared: Option<(SeqId, usize)>,
     ) -> Seq {
         let id = self.kv.seq_acquire(0).expect("an id is free");
-        let (prompt, answer) = tokens.split_at(n_prompt);
-        self.steps.attach(slot_of(id), spec, prompt, answer);
+        let (prompt, completion) = tokens.split_at(n_prompt);
+        self.steps.attach(slot_of(id), spec, prompt, completion);
         let mut start = 0;
         if let Some((from, n)) = shared {
-            let copies = self.kv.seq_cp(from, id, 0, n as i32).expect("both are lent");
-            assert!(copies.from.is_empty(), "one arena");
+            let copies = self.kv.seq_cp(from, id, 0, n as i32).expect("both ids are acquired");
+            assert!(copies.from.is_empty(), "both are in one stream");
             start = n;
         }
         let seq = Seq { id, tokens: tokens.to_vec(), n_prompt, spec: spec.clone(), mask: None };
@@ -104,11 +105,11 @@ impl Rig {
         seq
     }
 
-    /// Computes these tokens of a sequence, which goes on with them, without a step.
+    /// Computes these tokens of a sequence by a pass.
     pub(crate) fn extend(&mut self, seq: &Seq, range: std::ops::Range<usize>) {
         self.steps.invalidate_sequence(slot_of(seq.id));
         let batch = batch(&range.clone().map(|i| (seq.id, i as i32, seq.tokens[i])).collect::<Vec<_>>());
-        let reservation = self.kv.prepare(&batch).expect("there is room");
+        let reservation = self.kv.prepare(&batch).expect("enough cells are free");
         let lists = [list(reservation.kv(), seq.id, range.end - 1)];
         let placed = reservation.row_cells().to_vec();
         let taken = |cell| placed.contains(&cell);
@@ -124,25 +125,25 @@ impl Rig {
         reservation.commit();
     }
 
-    /// The sequence leaves; its cells are free at once.
+    /// Releases the sequence. Its cells are free at once.
     pub(crate) fn remove(&mut self, seq: &Seq) {
         self.steps.detach(slot_of(seq.id));
-        self.kv.seq_release(seq.id).expect("it is lent");
+        self.kv.seq_release(seq.id).expect("the id is acquired");
     }
 
-    /// One token for each of the sequences, which go on with it.
+    /// Decodes one token of each sequence and appends it.
     pub(crate) fn step(&mut self, seqs: &mut [&mut Seq]) -> Vec<Outcome> {
-        self.try_step(seqs).expect("the device is well")
+        self.try_step(seqs).expect("no call of the device fails")
     }
 
-    /// As [`Rig::step`]; nothing has changed on an error.
+    /// As [`Rig::step`]. After an error nothing has changed.
     pub(crate) fn try_step(&mut self, seqs: &mut [&mut Seq]) -> Result<Vec<Outcome>> {
         let rows: Vec<_> = seqs
             .iter()
             .map(|seq| (seq.id, seq.tokens.len() as i32 - 1, seq.tokens[seq.tokens.len() - 1]))
             .collect();
         let batch = batch(&rows);
-        let mut reservation = self.kv.prepare(&batch).expect("there is room");
+        let mut reservation = self.kv.prepare(&batch).expect("enough cells are free");
         let target = Target { device: &self.device, decoder: &self.decoder };
         let placed = reservation.row_cells().to_vec();
         let rows: Vec<StepRow<'_>> = seqs
@@ -176,7 +177,7 @@ impl Rig {
         }
         let outcomes = self.steps.collect(&self.device)?;
         if let Some((logits, want)) = want {
-            // With a step ahead the logits are the next step's.
+            // With overlap the logits would be those of the next step.
             let got = logits_of(target, rows.len());
             assert!(got == logits, "the step's logits are those of the eager pass, bit for bit");
             assert_eq!(outcomes, want);
@@ -196,20 +197,20 @@ impl Rig {
     }
 }
 
-/// The bits of the first rows' logits of the last pass.
+/// Returns the bits of the first rows' logits of the last pass.
 fn logits_of(Target { device, decoder }: Target<'_>, n_rows: usize) -> Vec<u32> {
     let mut bytes = vec![0; 4 * n_rows * decoder.config().vocab_size];
     device.download(decoder.logits(), &mut bytes).expect("the memory is the decoder's");
     bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// Rows of the bucket that a step of so many has here.
+/// Returns the rows of the bucket of a step of `n` rows.
 fn padded(n: usize) -> usize {
     [1, 2, 4, 8, 16].into_iter().find(|&bucket| bucket >= n).expect("at most N_ROWS")
 }
 
-/// The logits of the batch's rows by the eager pass, of as many rows as the step's bucket has, and what the host's
-/// sampler makes of them. Writes the cells that the step writes, with what the step writes.
+/// Returns the logits of the batch by an eager pass with as many rows as the step's bucket, and the outcomes of the
+/// host's sampler. It writes the same keys and values to the same cells as the step.
 fn on_host(
     target: Target<'_>,
     batch: &Batch,
@@ -224,8 +225,8 @@ fn on_host(
     let bits = logits_of(target, seqs.len());
     let logits: Vec<f32> = bits.iter().copied().map(f32::from_bits).collect();
     let outcomes = seqs.iter().zip(logits.chunks_exact(vocab_size)).map(|(seq, logits)| {
-        let (prompt, answer) = seq.tokens.split_at(seq.n_prompt);
-        let sampler = Sampler::new(seq.spec.clone(), vocab_size, prompt, answer).expect("a checked spec");
+        let (prompt, completion) = seq.tokens.split_at(seq.n_prompt);
+        let sampler = Sampler::new(seq.spec.clone(), vocab_size, prompt, completion).expect("a checked spec");
         let n_before = seq.tokens.len() as u32;
         let mask = seq.mask.as_deref();
         sample(&mut Scratch::default(), &mut logits.to_vec(), Some(&sampler), n_before, mask)
@@ -234,17 +235,16 @@ fn on_host(
     (bits, outcomes)
 }
 
-/// Each row's cell; lists of cells in position order; rows as (their list, how many they see).
+/// Each row's cell; lists of cells in position order; rows as (index of the list, number of visible cells).
 type Planned<'a> = (&'a [u32], &'a [Vec<u32>], &'a [(usize, usize)]);
 
-/// An eager pass of a batch: `lists` are cells in position order, and a row is (its list, how many it sees). Padded
-/// with rows that see nothing up to the outputs.
+/// Runs an eager pass of a batch. It is padded with rows that see nothing up to the number of outputs.
 fn forward(Target { device, decoder }: Target<'_>, batch: &Batch, planned: Planned<'_>, outputs: &[usize]) {
     let (placed, lists, rows) = planned;
     let n_padding = outputs.len().saturating_sub(rows.len());
     let padding = |value| std::iter::repeat_n(value, n_padding);
     let start = |i: usize| lists[..i].iter().map(Vec::len).sum::<usize>() as u32;
-    // Beside each other, rows of one start are one sequence.
+    // Adjacent padding rows have different starts, because adjacent rows with the same start are one sequence.
     let unseen = |i: usize| AttentionRow { start: i as u32 % 2 + 1, n_hidden: 0, n_visible: 0 };
     let seen = |window: usize| -> Vec<AttentionRow> {
         let row = |&(i, n): &(usize, usize)| AttentionRow {
@@ -259,7 +259,7 @@ fn forward(Target { device, decoder }: Target<'_>, batch: &Batch, planned: Plann
     let of = |rows| AttentionRows { cells: &cells, rows, window: None };
     let tokens: Vec<i32> = batch.tokens.iter().copied().chain(padding(0)).collect();
     let positions: Vec<i32> = batch.positions.iter().copied().chain(padding(0)).collect();
-    // Beyond the books' cells each has one of its own to write.
+    // Each padding row writes its own cell, behind those of the KV cache.
     let spare = (0..n_padding).map(|i| (N_CELLS + i) as u32);
     let placed: Vec<u32> = placed.iter().copied().chain(spare).collect();
     let rows = ForwardRows {
@@ -269,7 +269,7 @@ fn forward(Target { device, decoder }: Target<'_>, batch: &Batch, planned: Plann
         attention: of(&full),
         windowed: decoder.config().window.map(|_| of(&windowed)),
     };
-    decoder.forward(device, &rows, outputs).expect("the device is well");
+    decoder.forward(device, &rows, outputs).expect("no call of the device fails");
 }
 
 fn batch(rows: &[(SeqId, i32, i32)]) -> Batch {
@@ -282,7 +282,7 @@ fn batch(rows: &[(SeqId, i32, i32)]) -> Batch {
         stream: &[],
         wants_output: &vec![output::LOGITS; rows.len()],
     };
-    Batch::new(arrays, limits).expect("right rows")
+    Batch::new(arrays, limits).expect("the rows are valid")
 }
 
 fn list(kv: &KvCache, id: SeqId, up_to: usize) -> Vec<u32> {

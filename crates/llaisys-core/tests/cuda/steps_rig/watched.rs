@@ -1,4 +1,4 @@
-//! A device that writes down what is asked of it, and refuses captures if it is told to.
+//! A device that records its calls, and can fail calls and captures.
 
 use super::Emulator;
 use llaisys_core::cuda::device::{Device, DeviceFacts, DevicePtr, Event, GraphId, Launch, Product};
@@ -6,11 +6,11 @@ use llaisys_core::cuda::kernel_source::Function;
 use llaisys_core::error::DeviceError;
 use std::cell::{Cell, RefCell};
 
-/// What was asked, but for what was only captured.
+/// A recorded call. Captured work is not recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Call {
     Upload(usize),
-    /// A kernel or a product of its own.
+    /// A kernel, a product or a fill that is not in a graph.
     Launch,
     Replay,
     ReadBack,
@@ -21,7 +21,7 @@ pub(crate) enum Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refuses {
     Nothing,
-    /// The launch that a capture does not allow.
+    /// A launch that the capture does not allow.
     Launch,
     /// The graph does not fit into memory.
     End,
@@ -31,7 +31,7 @@ pub(crate) enum Refuses {
 pub(crate) struct Watched {
     pub(crate) emulator: Emulator,
     pub(crate) refuses: Cell<Refuses>,
-    /// So many calls from now one fails, once.
+    /// The number of recorded calls before one call fails; `None`: no call fails.
     pub(crate) fails_in: Cell<Option<usize>>,
     calls: RefCell<Vec<Call>>,
     is_capturing: Cell<bool>,
@@ -48,12 +48,12 @@ impl Watched {
         }
     }
 
-    /// What was asked since the last call.
+    /// Returns the calls since the last time.
     pub(crate) fn take_calls(&self) -> Vec<Call> {
         self.calls.take()
     }
 
-    fn note(&self, call: Call) -> Result<(), DeviceError> {
+    fn record(&self, call: Call) -> Result<(), DeviceError> {
         self.calls.borrow_mut().push(call);
         match self.fails_in.get() {
             Some(0) => {
@@ -69,7 +69,7 @@ impl Watched {
 
     fn launched(&self) -> Result<(), DeviceError> {
         if !self.is_capturing.get() {
-            self.note(Call::Launch)?;
+            self.record(Call::Launch)?;
         } else if self.refuses.get() == Refuses::Launch {
             return Err(cuda("launch", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)"));
         }
@@ -95,7 +95,7 @@ impl Device for Watched {
     }
 
     fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
-        self.note(Call::Upload(from.len()))?;
+        self.record(Call::Upload(from.len()))?;
         self.emulator.upload(to, from)
     }
 
@@ -112,9 +112,10 @@ impl Device for Watched {
         self.emulator.prepare(functions)
     }
 
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
         self.launched()?;
-        self.emulator.launch(launch)
+        // SAFETY: the caller's promise.
+        unsafe { self.emulator.launch(launch) }
     }
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {
@@ -123,12 +124,12 @@ impl Device for Watched {
     }
 
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {
-        self.note(Call::ReadBack)?;
+        self.record(Call::ReadBack)?;
         self.emulator.read_back(from, n_bytes)
     }
 
     fn collect(&self, event: Event, to: &mut [u8]) -> Result<(), DeviceError> {
-        self.note(Call::Collect)?;
+        self.record(Call::Collect)?;
         self.emulator.collect(event, to)
     }
 
@@ -152,7 +153,7 @@ impl Device for Watched {
     }
 
     fn replay(&self, graph: GraphId) -> Result<(), DeviceError> {
-        self.note(Call::Replay)?;
+        self.record(Call::Replay)?;
         self.emulator.replay(graph)
     }
 }

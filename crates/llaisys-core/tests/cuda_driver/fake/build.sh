@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the fake CUDA into a folder: usage: build.sh FOLDER. With LD_LIBRARY_PATH and LLAISYS_CUDA_LIB_DIR set to it,
-# the wheel finds a driver, an NVRTC, an NCCL and a cublasLt there.
+# Builds the fake CUDA into a folder. Usage: build.sh FOLDER. With LD_LIBRARY_PATH and LLAISYS_CUDA_LIB_DIR set to the
+# folder, the wheel finds a driver, an NVRTC, an NCCL and a cublasLt there.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 folder=$1
@@ -9,7 +9,7 @@ mkdir -p "$folder"
 library() { # library NAME SOURCE [OPTION...]
 	name=$1 source=$2
 	shift 2
-	# To another name first: who finds a file finds a whole one.
+	# Under a temporary name first, so that a file with the final name is complete.
 	c++ -std=c++17 -O2 -ftree-vectorize -shared -fPIC -Wall -Wextra -Wno-unused-parameter -Wl,-soname,"$name" \
 		-o "$folder/$name.$$" "$here/$source" "$@"
 	mv "$folder/$name.$$" "$folder/$name"

@@ -1,5 +1,5 @@
-// cublasLt's products by plain loops, in the stream's order: D = A^T B + bias, everything column-major, sums in f32. What
-// LLAISYS does not ask for is refused. The signatures are those of cublasLt.h 13.0.
+// A fake cublasLt: plain loops in the stream's order compute D = A^T B + bias, column-major, with f32 sums. Products
+// that LLAISYS does not use are refused. The signatures are those of cublasLt.h 13.0.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +45,7 @@ void write(int type, void* to, size_t i, float x) {
     }
 }
 
-// Eight sums at once, which is what a compiler makes vectors of.
+// Eight sums at once, which a compiler vectorizes.
 float dot(const float* x, const float* y, size_t n) {
     float sums[8] = {};
     size_t i = 0;
@@ -56,7 +56,7 @@ float dot(const float* x, const float* y, size_t n) {
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// Kept for good: a graph may do it again.
+// The product is never freed, because a graph may run it again.
 void multiply(void* given) {
     const Product& p = *(const Product*)given;
     const size_t k = p.a.rows, m = p.b.cols;

@@ -1,11 +1,12 @@
-// A driver without a GPU that runs kernels: device memory is the host's, between pages that nobody may touch; work is
-// queued and done only when somebody waits for it; a module is the shared object that nvrtc.cc made of a unit, and a
-// launch runs its kernels by emu.h. Captured work is kept and done again by each launch of its graph. The signatures are
-// those of cuda.h 13.0; a name that is not here is one that LLAISYS does not call.
+// A fake driver without a GPU. Device memory is host memory between guard pages. Work is queued, and runs only when the
+// host waits for it. A module is the shared object that nvrtc.cc made, and emu.h runs its kernels. Captured work is
+// kept, and each launch of its graph runs it again. The signatures are those of cuda.h 13.0. LLAISYS calls no other
+// functions.
 //
-// FAKE_CUDA_DEVICES: how many there are (default 1). They are of one memory and one order.
-// FAKE_CUDA_MEMORY_MB: device memory (default 2048). FAKE_CUDA_FAULT_AT=N: launch number N faults.
-// FAKE_CUDA_COUNTS=FILE: what was done, as JSON, when the context is released.
+// FAKE_CUDA_DEVICES: number of devices (default 1). They share one memory and one queue.
+// FAKE_CUDA_MEMORY_MB: device memory (default 2048).
+// FAKE_CUDA_FAULT_AT=N: launch number N faults.
+// FAKE_CUDA_COUNTS=FILE: counts of the work, as JSON, written when the context is released.
 #include <deque>
 #include <dlfcn.h>
 #include <elf.h>
@@ -30,7 +31,7 @@ enum Status {
 const size_t PAGE = 4096, GUARD = 1 << 20, ALIGNMENT = 256;
 const unsigned char FRESH = 0xff;  // NaN in every float type, -1 as an integer
 
-// As emu.h has them.
+// As in emu.h.
 struct Arg { uint32_t kind; uint64_t bits; };
 struct Request {
     uint32_t grid[3], block, shared_bytes, n_args;
@@ -49,13 +50,13 @@ struct Counts { unsigned long long launches, products, copies, fills, graphs, re
 
 std::mutex lock;
 std::deque<Work> queue;
-size_t n_done;  // of all that was ever queued
+size_t n_done;  // work that has run
 bool is_capturing;
 std::vector<Work> captured;
-int lost;  // the error that stays
+int lost;  // the error after which every call fails
 std::set<void*> events;
-thread_local bool is_current;  // the context, in this thread
-bool is_stuck;  // nothing more is ever done
+thread_local bool is_current;  // the context is current in this thread
+bool is_stuck;  // no more work runs
 std::map<size_t, Allocation> memory;
 size_t used;
 Counts counts;
@@ -68,7 +69,7 @@ size_t setting(const char* name, size_t otherwise) {
 }
 size_t total_bytes() { return setting("FAKE_CUDA_MEMORY_MB", 2048) << 20; }
 
-// Whether this thread may call.
+// Returns whether this thread may call the driver.
 int usable() { return lost ? lost : is_current ? SUCCESS : INVALID_CONTEXT; }
 
 int put(Work work) {
@@ -78,7 +79,7 @@ int put(Work work) {
     return SUCCESS;
 }
 
-// Does everything up to the work that was queued as number `until`.
+// Runs all work up to number `until` of the queue.
 int run(size_t until) {
     while (!lost && n_done < until) {
         Work work = std::move(queue.front());
@@ -90,7 +91,7 @@ int run(size_t until) {
 }
 size_t n_queued() { return n_done + queue.size(); }
 
-// Whether everything up to `until` is done; it is not at the first look.
+// Returns whether all work up to `until` is done; the first query returns NOT_READY.
 int query(size_t until) {
     if (is_stuck) return NOT_READY;
     if (n_done >= until) return lost;
@@ -98,7 +99,7 @@ int query(size_t until) {
     return status ? status : NOT_READY;
 }
 
-// What must not be asked in a capture: as the driver, this ends it.
+// Refuses a call that is not allowed in a capture.
 int uncaptured() {
     if (int status = usable()) return status;
     return is_capturing ? CAPTURE_UNSUPPORTED : SUCCESS;
@@ -109,7 +110,7 @@ int fault(const char* what, const char* message) {
     return ILLEGAL_ADDRESS;
 }
 
-// A range of device memory, wholly within an allocation.
+// Returns whether a range is inside one allocation of device memory.
 bool is_device(unsigned long long at, size_t n) {
     auto after = memory.upper_bound(at);
     if (after == memory.begin()) return false;
@@ -118,7 +119,7 @@ bool is_device(unsigned long long at, size_t n) {
 }
 
 int run_kernel(const Kernel& kernel, Request request, const std::vector<Arg>& args) {
-    if (++counts.launches == setting("FAKE_CUDA_FAULT_AT", 0)) return fault(kernel.name.c_str(), "as it was told to");
+    if (++counts.launches == setting("FAKE_CUDA_FAULT_AT", 0)) return fault(kernel.name.c_str(), "FAKE_CUDA_FAULT_AT");
     request.n_args = args.size();
     request.args = args.data();
     request.seed = seed = seed * 6364136223846793005u + 1442695040888963407u;
@@ -143,8 +144,8 @@ extern "C" {
 
 void fake_fail_next_launch(int status) { fail_next = status; }
 void fake_get_stuck() { is_stuck = true; }
-// Allocations and contexts that are not given back.
-unsigned long long fake_held() { return counts.retained + counts.allocations; }
+// Allocations and contexts that are not freed.
+unsigned long long fake_not_freed() { return counts.retained + counts.allocations; }
 
 // --- device and context ---
 
@@ -156,7 +157,7 @@ int cuDeviceGet(int* device, int ordinal) {
 }
 int cuDeviceGetName(char* name, int n, int device) { return snprintf(name, n, "Fake H100"), SUCCESS; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-    // Capability, multiprocessors, shared memory that a block may ask for: the least of the architectures.
+    // Capability, multiprocessors, and the most shared memory of a block: the least of all architectures.
     *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 8 : attribute == 97 ? 99 << 10 : -1;
     return SUCCESS;
 }
@@ -243,7 +244,7 @@ int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t n, void* 
     return put([=] { return counts.fills++, memset((void*)to, value, n), SUCCESS; });
 }
 
-// --- order: all streams are one, which is an order that any of them allows ---
+// --- streams and events: all streams are one queue, which is an allowed order for all of them ---
 
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)2, flags == 1 ? usable() : INVALID_VALUE; }
 int cuStreamDestroy_v2(void* stream) { return usable(); }
@@ -265,7 +266,7 @@ int cuEventCreate(void** event, unsigned flags) {
 int cuEventDestroy_v2(void* event) {
     std::lock_guard<std::mutex> held(lock);
     if (!events.erase(event)) {
-        fprintf(stderr, "fake CUDA: an event is destroyed that is none\n");
+        fprintf(stderr, "fake CUDA: an event is destroyed that does not exist\n");
         abort();
     }
     delete (Event*)event;
@@ -284,7 +285,7 @@ int cuEventQuery(void* event) {
     std::lock_guard<std::mutex> held(lock);
     return ((Event*)event)->is_captured ? CAPTURED_EVENT : query(((Event*)event)->at);
 }
-// Only libcublasLt calls it.
+// Only the fake cublasLt calls it.
 int cuLaunchHostFunc(void* stream, void (*call)(void*), void* data) {
     std::lock_guard<std::mutex> held(lock);
     return put([=] { return counts.products++, call(data), SUCCESS; });
@@ -292,20 +293,20 @@ int cuLaunchHostFunc(void* stream, void (*call)(void*), void* data) {
 
 // --- kernels ---
 
-// An image's length is where its last header ends: linkers put the table of sections there.
+// An image ends with its last section header, because linkers put the section table at the end.
 int cuModuleLoadData(void** module, const void* image) {
     const Elf64_Ehdr* head = (const Elf64_Ehdr*)image;
     if (memcmp(head->e_ident, ELFMAG, SELFMAG)) return INVALID_IMAGE;
     size_t n = head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
-    int file = memfd_create("unit", MFD_CLOEXEC);
+    int file = memfd_create("module", MFD_CLOEXEC);
     bool written = file >= 0 && write(file, image, n) == (ssize_t)n;
     std::string path = "/proc/self/fd/" + std::to_string(file);
     *module = written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
-    if (!*module) fprintf(stderr, "fake CUDA: %s\n", written ? dlerror() : "a unit cannot be written");
-    // The file stays open: the loader knows libraries by their names, and the next file would have the same.
+    if (!*module) fprintf(stderr, "fake CUDA: %s\n", written ? dlerror() : "a module cannot be written");
+    // The file stays open, because the loader identifies libraries by name, and the next file would get the same name.
     return *module ? usable() : INVALID_IMAGE;
 }
-// A unit's signal handler stays: it is never unloaded.
+// A module is never unloaded, because its signal handler stays installed.
 int cuModuleUnload(void* module) { return usable(); }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
     auto start = (Start)dlsym(module, (std::string("ll_emu_") + name).c_str());

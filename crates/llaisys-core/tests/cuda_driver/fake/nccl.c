@@ -1,5 +1,5 @@
-// NCCL of up to 8 ranks that are threads: exchanges wait for every rank, as NCCL's kernels do, and are done at once on host
-// memory. What each rank says is written down for it. The signatures are those of nccl.h 2.28.
+// A fake NCCL for up to 8 ranks that are threads. Exchanges wait for every rank, as NCCL's kernels do, and run during
+// the call on host memory. The calls of each rank are recorded. The signatures are those of nccl.h 2.28.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -27,7 +27,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
 const char *fake_notes(int rank) { return notes[rank]; }
-// The next call of a rank says this status; its communicator has this asynchronous error from here on.
+// Sets the status that the next call of a rank returns, or the asynchronous error of its communicator from now on.
 void fake_fail_next(int rank, int status) { fails[rank] = status; }
 void fake_fail_async(int rank, int status) { async[rank] = status; }
 
@@ -38,7 +38,7 @@ static int failed(int rank) {
 }
 static void note(int rank, const char *text) { strncat(notes[rank], text, sizeof *notes - strlen(notes[rank]) - 1); }
 
-// All ranks come, or one ends. 0 if all came.
+// Waits until all ranks have arrived, or one has ended. Returns 0 if all have arrived.
 static int meet(Group *g) {
   pthread_mutex_lock(&lock);
   int round = g->round;
@@ -57,7 +57,7 @@ int ncclGetVersion(int *version) { *version = VERSION; return 0; }
 const char *ncclGetErrorString(int status) {
   return status == 2 ? "unhandled system error" : status == 6 ? "remote process exited" : "another error";
 }
-// Who waits for this rank goes on, with nothing: the host of a real one is never kept waiting.
+// Ends a communicator. Ranks that wait for it continue without a result, because the host never waits in a real NCCL.
 static int end(Comm *comm, const char *how) {
   note(comm->rank, how);
   if (comm->ended++) note(comm->rank, "AGAIN;");
@@ -75,7 +75,7 @@ int ncclGetUniqueId(Id *id) {
   if (failed(0)) return 2;
   pthread_mutex_lock(&lock);
   memset(id, 'x', sizeof *id);
-  // The whole of it has to arrive: a part in front, a part at the end.
+  // The number is at the start and at the end, so that a truncated id is detected.
   snprintf(id->bytes, 16, "%d", n_ids);
   id->bytes[127] = 'a' + n_ids++;
   pthread_mutex_unlock(&lock);
@@ -114,14 +114,14 @@ static void put(void *at, int type, size_t i, float x) {
   ((uint16_t *)at)[i] = (word + 0x7fff + (word >> 16 & 1)) >> 16;
 }
 
-// What is in the stream comes first: of the fake driver, if it is loaded. Not of a stream that nobody has.
+// Runs earlier work of the stream, if the fake driver is loaded and there is a stream.
 static void catch_up(void *stream) {
   void *driver = stream ? dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD) : NULL;
   int (*synchronize)(void *) = driver ? (int (*)(void *))dlsym(driver, "cuStreamSynchronize") : NULL;
   if (synchronize) synchronize(stream);
 }
 
-// Meets with what each has, lets `work` read it into a result of its own, and meets again before anybody writes.
+// Waits for all ranks, lets `work` read their inputs into its own result, and waits again before any rank writes.
 typedef void Work(const Group *g, char *result, size_t n, int type, int root);
 static int exchange(Comm *comm, const char *text, const void *from, void *to, size_t n, size_t n_out, int type, int root,
                     Work *work, void *stream) {
@@ -134,7 +134,7 @@ static int exchange(Comm *comm, const char *text, const void *from, void *to, si
   catch_up(stream);
   Group *g = comm->group;
   g->from[comm->rank] = from, g->n[comm->rank] = n, g->type[comm->rank] = type;
-  if (meet(g)) return 0;  // NCCL's host side knows nothing of it
+  if (meet(g)) return 0;  // NCCL's host functions do not report it
   for (int rank = 0; rank < g->world; ++rank)
     if (g->n[rank] != n || g->type[rank] != type) abort();
   char *result = malloc(n_out * size(type) + 1);

@@ -1,5 +1,5 @@
-// NVRTC without NVIDIA's compiler: a program is compiled for the CPU behind emu.h, and its "machine code" is the shared
-// object, which driver.cc loads. The signatures are those of nvrtc.h 13.0.
+// A fake NVRTC: a program is compiled for the CPU with emu.h, and its "machine code" is the shared object, which
+// driver.cc loads. The signatures are those of nvrtc.h 13.0.
 #include <fstream>
 #include <regex>
 #include <sstream>
@@ -22,7 +22,7 @@ std::string read(const std::string& path) {
     return text.str();
 }
 
-// A function that starts it for each kernel of the text.
+// Returns the start function of each kernel of the text.
 std::string footer(const std::string& text) {
     static const std::regex kernel(R"re(extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\()re");
     std::string made = "\n#line 1 \"footer\"\n";
@@ -36,7 +36,7 @@ std::string footer(const std::string& text) {
 
 extern "C" {
 
-// A version that NVIDIA has not: machine code is kept by it, and this must never be taken for a GPU's.
+// A version that does not exist: the disk cache is keyed by it, and this code must never be used on a GPU.
 int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 99, SUCCESS; }
 int nvrtcGetNumSupportedArchs(int* n) { return *n = sizeof ARCHS / sizeof *ARCHS, SUCCESS; }
 int nvrtcGetSupportedArchs(int* archs) { return memcpy(archs, ARCHS, sizeof ARCHS), SUCCESS; }
@@ -66,7 +66,7 @@ int nvrtcCompileProgram(Program* program, int n_options, const char* const* opti
     }
     char folder[] = "/tmp/fake-nvrtc-XXXXXX";
     if (!mkdtemp(folder)) return OUT_OF_MEMORY;
-    std::string stem = std::string(folder) + "/unit";
+    std::string stem = std::string(folder) + "/module";
     std::ofstream(stem + ".cc") << program->text << footer(program->text);
     std::string command = "c++ @" EMULATOR "/flags.txt -include " EMULATOR "/emu.h" + defines + " " + stem + ".cc -o " +
                           stem + ".so 2>" + stem + ".log";
