@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler, from the pip package `nvidia-cuda-nvrtc`: compiles kernels, needs no GPU."""
+"""NVIDIA's run-time compiler from the pip package `nvidia-cuda-nvrtc`: compiles kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def _library() -> ctypes.CDLL:
     roots = list(spec.submodule_search_locations or ()) if spec else []
     for folder in (Path(root) / "cu13" / "lib" for root in roots):
         if (folder / "libnvrtc.so.13").exists():
-            # NVRTC opens its builtins by bare name and has no search path: they must be there before.
+            # NVRTC opens its builtins by bare name without a search path, so they must be loaded before.
             ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.13*"))), ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(folder / "libnvrtc.so.13"))
     raise FileNotFoundError("libnvrtc.so.13 is not installed: pip install 'nvidia-cuda-nvrtc==13.0.*'")
 
 
-def compile_unit(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Usage]:
-    """Compiles a kernel file for `arch` (`sm_90`) to machine code; return the resources of each kernel by
+def compile_module(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Usage]:
+    """Compile a kernel source for `arch` (`sm_90`) to machine code; return the resources of each kernel by
     name.
 
-    Raises CompileError with the compiler's log."""
+    Raises CompileError with the compiler's log.
+    """
     library = _library()
     options = [
         "--std=c++17",
@@ -50,7 +51,9 @@ def compile_unit(source: str, defines: Mapping[str, int], arch: str) -> dict[str
         *(f"-D{name}={value}" for name, value in defines.items()),
     ]
     program = ctypes.c_void_p()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"unit.cu", 0, None, None) == 0
+    assert (
+        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"module.cu", 0, None, None) == 0
+    )
     try:
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), array)

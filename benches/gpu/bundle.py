@@ -1,10 +1,10 @@
-"""One archive that runs all phases on a bare machine with a GPU.
+"""Make one archive that runs all phases on a bare machine with a GPU.
 
 usage: bundle.py [--wheel FILE] [--out dist/gpu] [--limit-mb 48]
 
-In it: the wheel and the packages that it needs and PyTorch's environment lacks, unpacked for that machine's
-Python; the parity tests as programs; the phases; what they read (prepare.py); a manifest. Needs a network and
-Rust, which that machine has not. Fails if the archive is over its limit.
+The archive has the wheel and the packages that it needs and PyTorch's environment lacks, unpacked for that
+machine's Python; the parity tests as programs; the phases; their inputs (prepare.py); a manifest. This script
+needs a network and Rust, which that machine does not have. It fails if the archive is over its limit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import parity_tests
 
 ROOT = parity_tests.ROOT
 GOLDENS = ROOT / "tests" / "data" / "goldens"
-# What travels with the source tree (19 MB) may be 64 MiB in all.
+# The archive and the source tree (19 MB) may have 64 MiB together.
 LIMIT_MB = 48.0
 PYTHON, PLATFORMS = "3.12", [f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)]
-# What `import llaisys` needs besides what comes with PyTorch and transformers (KINDS.md of the machine).
+# The packages that `import llaisys` needs and that PyTorch and transformers do not install (KINDS.md of the
+# machine).
 PACKAGES = (
     "annotated-types",
     "llguidance",
@@ -46,7 +47,7 @@ class TooLarge(Exception):
 
 
 def newest_wheel() -> Path:
-    """Of `make wheel`."""
+    """Return the newest wheel of `make wheel`."""
     found = sorted((ROOT / "dist").glob("llaisys-*-abi3-*.whl"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise SystemExit("dist/ has no wheel: run `make wheel`, or name one with --wheel")
@@ -54,7 +55,7 @@ def newest_wheel() -> Path:
 
 
 def install(wheel: Path, site: Path) -> None:
-    """The wheel and its packages in the versions of requirements.lock, unpacked for the other machine."""
+    """Unpack the wheel, and its packages in the versions of requirements.lock, for the other machine."""
     locked = (ROOT / "requirements.lock").read_text("utf-8").splitlines()
     pins = {line.partition("==")[0]: line for line in locked if "==" in line}
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
@@ -64,7 +65,7 @@ def install(wheel: Path, site: Path) -> None:
 
 
 def copy_tests(folder: Path) -> None:
-    """The parity tests, and the checkpoint that one of them reads, where `golden` looks for it."""
+    """Copy the parity tests, and the checkpoints that they read to the folder that `golden` uses."""
     folder.mkdir()
     shutil.copy2(parity_tests.build("parity"), folder / parity_tests.BINARY)
     sources = parity_tests.SOURCES.glob("*.rs")
@@ -74,13 +75,13 @@ def copy_tests(folder: Path) -> None:
 
 
 def copy_scripts(folder: Path) -> None:
-    """Everything here but what makes the bundle, and what it makes."""
+    """Copy the scripts of this folder, except those that make the bundle."""
     ignored = shutil.ignore_patterns("bundle.py", "prepare.py", "inputs", "__pycache__", ".*")
     shutil.copytree(Path(__file__).parent, folder, ignore=ignored)
 
 
 def write_manifest(folder: Path, revision: str) -> None:
-    """Size and SHA-256 of every file."""
+    """Write the size and SHA-256 of every file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {
         path.relative_to(folder).as_posix(): {
@@ -94,7 +95,7 @@ def write_manifest(folder: Path, revision: str) -> None:
 
 
 def pack(folder: Path, archive: Path, limit_mb: float) -> str:
-    """Packs a folder. Returns the sizes as text. Errors: TooLarge, and the archive is removed."""
+    """Pack a folder and return the sizes as text. Raises TooLarge, and removes the archive."""
     with tarfile.open(archive, "w:xz") as tar:
         for path in sorted(folder.iterdir()):
             tar.add(path, path.name)
@@ -115,7 +116,7 @@ def pack(folder: Path, archive: Path, limit_mb: float) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Reads the flags and makes the archive."""
+    """Parse the flags and make the archive."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

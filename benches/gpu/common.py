@@ -1,12 +1,12 @@
-"""What the phases of `benches/gpu` share: rows that are measured once, their table, the device's facts.
+"""Common code of the phases of `benches/gpu`: rows that are measured once, their table, the device's facts.
 
-A phase is a script `phaseN_name.py --out DIR [--inputs DIR] [--dry-run] [--budget-s 240]`. It measures
-rows, one after the other, keeps them in DIR/phaseN.json and writes DIR/phaseN.md anew after each; a run
-goes on where the one before ended. What cannot be measured here is skipped with a reason, which is printed,
-and is asked again by the next run. This module needs the standard library only: it runs on a machine that
-is not ours to set up.
+A phase is a script `phaseN_name.py --out DIR [--inputs DIR] [--dry-run] [--budget-s 240]`. It measures rows
+one after the other, keeps them in DIR/phaseN.json, and writes DIR/phaseN.md after each row. A run continues
+where the previous one ended. A row that cannot be measured is skipped with a reason, which is printed, and
+the next run tries it again. This module needs only the standard library, because nothing is installed on the
+machine.
 
-Exit status: 0, nothing is left (what was skipped is in the table); 1, a row failed; 3, the time was over.
+Exit status: 0, nothing is left (skipped rows are in the table); 1, a row failed; 3, the time is over.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ DONE, FAILED, ROWS_ARE_LEFT = 0, 1, 3
 
 
 class Skip(Exception):
-    """A row that cannot be measured here; the text says why."""
+    """A row that cannot be measured here; the text has the reason."""
 
 
 class Failure(Exception):
-    """A row that was measured and is wrong; `values` are kept in the state beside the reason."""
+    """A row that was measured and is wrong; the state keeps `values` and the reason."""
 
     def __init__(self, reason: str, **values: Any) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its name, what measures it (a flat dict that JSON knows), and about how long that takes."""
+    """One row: its name, the function that measures it and returns a flat JSON dict, its expected seconds."""
 
     name: str
     measure: Callable[[], dict[str, Any]]
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a key of the rows' values, and how it is written."""
+    """A column of the table: a key of the rows' values, its title and its format."""
 
     key: str
     title: str
@@ -66,22 +66,25 @@ class Column:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The parser that every phase begins with."""
+    """Return the parser with the flags that all phases have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="where JSON and table go, and random models")
+    parser.add_argument("--out", type=Path, required=True, help="folder of JSON, table and random models")
     parser.add_argument(
         "--inputs",
         type=Path,
         default=Path(__file__).parent / "inputs",
-        help="what prepare.py made (default: inputs)",
+        help="folder that prepare.py wrote (default: inputs)",
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes; timings mean nothing")
     parser.add_argument(
-        "--budget-s", type=float, default=240.0, help="no row is begun that would end after this"
+        "--budget-s",
+        type=float,
+        default=240.0,
+        help="seconds; no row starts that would end after them (default: 240)",
     )
-    parser.add_argument("--fresh", action="store_true", help="forgets what was measured before")
+    parser.add_argument("--fresh", action="store_true", help="ignore the rows of earlier runs")
     return parser
 
 
@@ -115,7 +118,7 @@ class Phase:
     def _take_over(self, before: dict[str, Any]) -> None:
         for key in ("dry_run", "build"):
             if before[key] != self.state[key]:
-                print(f"{self.state_path} is of another {key}: it is measured anew")
+                print(f"{self.state_path} is of another {key}: all rows are measured again")
                 return
         for key in ("rows", "notes", "stuck"):
             self.state[key] = before[key]
@@ -123,25 +126,26 @@ class Phase:
             self.state["stuck"][before["begun"]] = "it did not end within the budget; --fresh tries it again"
 
     def note(self, text: str) -> None:
-        """A sentence under the table: how something was measured, what stands in for what."""
+        """Add a sentence under the table, for example how something was measured."""
         if text not in self.state["notes"]:
             self.state["notes"].append(text)
             print(f"note: {text}")
 
     def done(self, name: str) -> dict[str, Any] | None:
-        """What was measured of a row."""
+        """Return the values of a measured row."""
         found: dict[str, Any] | None = self.state["rows"].get(name)
         return found
 
     def left_s(self) -> float:
-        """Seconds of the budget that are left."""
+        """Return the seconds of the budget that are left."""
         return self.budget_s - (time.monotonic() - self.begun)
 
     def run(self, rows: Sequence[Row]) -> int:
-        """Measures what is not there yet, and returns the exit status.
+        """Measure the rows that are not measured yet, and return the exit status.
 
-        When the budget is over in the middle of a row, the stacks of all threads are printed and the process
-        ends; the next run leaves that row out."""
+        If the budget is over during a row, the stacks of all threads are printed and the process ends. The
+        next run skips that row.
+        """
         faulthandler.dump_traceback_later(max(0.1, self.left_s()), exit=True)
         late = 0
         for row in rows:
@@ -173,7 +177,7 @@ class Phase:
         except Failure as failure:
             self.state["failed"][row.name] = {"reason": str(failure), **failure.values}
             print(f"FAILED: {row.name}: {failure}")
-        except Exception as error:  # noqa: BLE001 -- the other rows are worth having
+        except Exception as error:  # noqa: BLE001 -- the other rows are still measured
             traceback.print_exc()
             self.state["failed"][row.name] = {"reason": f"{type(error).__name__}: {error}"}
         else:
@@ -182,7 +186,7 @@ class Phase:
             print(f"done: {row.name} in {took_s:.1f} s")
 
     def save(self) -> None:
-        """Writes state and table; a run that is killed leaves the one before or this one, whole."""
+        """Write state and table. A killed run leaves the previous files or the new ones, both complete."""
         for path, text in (
             (self.state_path, json.dumps(self.state, indent=1) + "\n"),
             (self.table_path, self.table()),
@@ -192,7 +196,7 @@ class Phase:
             part.replace(path)
 
     def table(self) -> str:
-        """The Markdown."""
+        """Return the table as Markdown."""
         facts = self.state["facts"]
         named = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
         lines = [f"## {self.title}", "", f"{named}; build {self.state['build']}.", ""]
@@ -215,17 +219,17 @@ class Phase:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def is_importable(name: str) -> bool:
-    """Whether there is such a package; nothing is imported."""
+    """Return whether the package is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 
 def version_of(package: str) -> str | None:
-    """As it is installed."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -233,7 +237,7 @@ def version_of(package: str) -> str | None:
 
 
 def build_id() -> str:
-    """Twelve digits that change when what is measured does: the compiled core and the package."""
+    """Return twelve digits of the digest of the measured code: the compiled core and the package."""
     spec = importlib.util.find_spec("llaisys")
     if spec is None or spec.origin is None:
         return "without llaisys"
@@ -257,7 +261,7 @@ def machine_facts() -> dict[str, str | None]:
 
 
 def gpu_name() -> str | None:
-    """Name, driver and memory, as nvidia-smi has them; else the name that llaisys finds."""
+    """Return name, driver and memory from nvidia-smi, otherwise the name that llaisys finds."""
     values = nvidia_smi("name,driver_version,memory.total")
     if values is not None:
         return "{} (driver {}, {})".format(*values)
@@ -270,7 +274,7 @@ def gpu_name() -> str | None:
 
 
 def nvidia_smi(query: str) -> list[str] | None:
-    """The first GPU's values of `--query-gpu`; None without nvidia-smi, or if it fails."""
+    """Return the first GPU's values of `--query-gpu`; None without nvidia-smi, or if it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
@@ -279,7 +283,7 @@ def nvidia_smi(query: str) -> list[str] | None:
 
 
 def cpu_name() -> str | None:
-    """As Linux names it."""
+    """Return the CPU's name from /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

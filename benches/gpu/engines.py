@@ -1,4 +1,4 @@
-"""Our engine on the device, and what its tokens are compared with."""
+"""Our engine on the device, and the references for its tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Logits = NDArray[np.float32]
 
 
 def ours(folder: Path, **settings: Any) -> LLM:
-    """The model on the first GPU, in bf16. Raises Skip where CUDA cannot be used."""
+    """Return the model on the first GPU, in bf16. Raises Skip if CUDA cannot be used."""
     info = llaisys.cuda_info()
     if info.reason is not None:
         raise Skip(f"CUDA cannot be used: {info.reason}")
@@ -27,7 +27,7 @@ def ours(folder: Path, **settings: Any) -> LLM:
 
 
 class Reference(Protocol):
-    """Greedy continuations of prompts of one length, and logits `[len(ids), vocab]` of a text."""
+    """A reference: greedy completions of prompts of equal length, and logits `[len(ids), vocab]` of text."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Reference(Protocol):
 
 
 def reference(folder: Path, dry_run: bool) -> Reference:
-    """transformers on the GPU; in a dry run without it our CPU back end. Raises Skip."""
+    """Return transformers on the GPU; in a dry run without it, our CPU backend. Raises Skip."""
     if is_importable("torch") and is_importable("transformers"):
         import torch
 
@@ -51,7 +51,7 @@ def reference(folder: Path, dry_run: bool) -> Reference:
 
 
 class Transformers:
-    """`generate` of transformers, bf16, sdpa; the end of text does not end it."""
+    """`generate` of transformers in bf16 with sdpa; end-of-text tokens do not stop it."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -88,12 +88,12 @@ class Transformers:
 
 
 class OurCpu:
-    """The CPU back end in bf16, for dry runs: it shares no arithmetic with the device, but code around it."""
+    """Our CPU backend in bf16, for dry runs. It shares no arithmetic with the device, but other code."""
 
     def __init__(self, folder: Path) -> None:
         from llaisys._core import Context
 
-        self.name = "our CPU back end in bf16"
+        self.name = "our CPU backend in bf16"
         self._context = Context(
             str(folder),
             dtype="bfloat16",

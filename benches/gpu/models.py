@@ -1,9 +1,8 @@
-"""The checkpoints of the phases: random ones of known shapes, made where they are used, and SmolLM2's
-beginning.
+"""The checkpoints of the phases: random ones of known shapes, and the first layers of SmolLM2.
 
-Random weights do for speed and for shapes: their values come from a seed, so that both engines of a
-comparison read the same file. `smollm2-8` has real weights, which prepare.py packed as the Q4_1 blocks that
-they came in.
+Random weights are sufficient for speed and for shapes. Their values come from a seed, so that both engines of
+a comparison read the same file. `smollm2-8` has real weights, which prepare.py packed as their original Q4_1
+blocks.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from numpy.typing import NDArray
 Bits = NDArray[np.uint16]
 
 BF16_ONE = 0x3F80
-BLOCK, BLOCK_BYTES = 32, 20  # of Q4_1: scale and smallest value in f16, 32 codes of 4 bits
+BLOCK, BLOCK_BYTES = 32, 20  # Q4_1: scale and minimum in f16, 32 codes of 4 bits
 PACKED = "smollm2-8.packed.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 checkpoint. Source of the named ones: `config.json` of Qwen/Qwen2.5-0.5B, -1.5B and -7B."""
+    """The shape of a Qwen2 checkpoint. Source of `QWEN`: config.json of Qwen/Qwen2.5-0.5B, -1.5B and -7B."""
 
     d_model: int
     d_ff: int
@@ -40,7 +39,7 @@ class Shape:
     vocab_size: int
     is_tied: bool
     max_len: int = 32768
-    # Of matrices and biases: Qwen2's `initializer_range`.
+    # Standard deviation of matrices and biases: Qwen2's `initializer_range`.
     deviation: float = 0.02
     seed: int = 0
 
@@ -50,17 +49,17 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one token in bf16."""
+        """Bytes of one token's K and V in bf16."""
         return self.n_layers * self.n_kv_heads * self.d_head * 2 * 2
 
     @property
     def n_step_weights(self) -> int:
-        """Weights of the products of a step: all but an embedding that is not the head too."""
+        """Number of weights in the products of a step: all except an embedding that is not also the head."""
         attention = self.d_model * self.d_head * (2 * self.n_heads + 2 * self.n_kv_heads)
         return self.n_layers * (attention + 3 * self.d_model * self.d_ff) + self.vocab_size * self.d_model
 
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return the contents of config.json."""
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -81,7 +80,7 @@ class Shape:
         }
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, in the file's order."""
+        """Yield names and shapes, in the file's order."""
         q, kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         yield "model.embed_tokens.weight", (self.vocab_size, self.d_model)
         for layer in range(self.n_layers):
@@ -105,15 +104,16 @@ QWEN = {
     "1.5B": Shape(1536, 8960, 28, 12, 2, 151_936, True),
     "7B": Shape(3584, 18_944, 28, 28, 4, 152_064, False),
 }
-# For dry runs: a head of 64, the least that the kernels know. So few and narrow layers change a token only if
-# their weights are larger. With this seed the best two logits of phase 2's dry run are 5 ulp apart or more.
+# For dry runs: heads of 64, the narrowest that the kernels support. Such few and narrow layers change a token
+# only with larger weights. With this seed the best two logits of phase 2's dry run differ by 5 ulp or more.
 TINY = Shape(128, 256, 2, 2, 1, 600, True, 512, 0.1, 17)
 
 
 def random_model(out: Path, inputs: Path, name: str, shape: Shape) -> Path:
-    """The folder `out/models/name` with random weights of `shape`, made if it is not there.
+    """Return the folder `out/models/name` with random weights of `shape`, and create it if it does not exist.
 
-    Matrices and biases are normal, norms are 1."""
+    Matrices and biases have a normal distribution; norms are 1.
+    """
     folder = out / "models" / name
     if (folder / "model.safetensors").exists():
         return folder
@@ -134,16 +134,15 @@ def random_model(out: Path, inputs: Path, name: str, shape: Shape) -> Path:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Raises Skip if the inputs are not there."""
+    """Copy a tokenizer. Raises Skip if the inputs do not exist."""
     for name in TOKENIZER:
         if not (source / name).exists():
-            raise Skip(f"{source / name} is not there: prepare.py makes the inputs")
+            raise Skip(f"{source / name} does not exist: run prepare.py")
         shutil.copy(source / name, folder / name)
 
 
 def write_header(file: BinaryIO, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
-    """The head of a safetensors file whose data are these in bf16, in this order (the format's own
-    README)."""
+    """Write the header of a safetensors file with these bf16 tensors, in this order (the format's README)."""
     header, offset = {}, 0
     for name, dims in tensors:
         end = offset + 2 * math.prod(dims)
@@ -155,13 +154,13 @@ def write_header(file: BinaryIO, tensors: list[tuple[str, tuple[int, ...]]]) -> 
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """The head of a safetensors file; the file is at the first byte of data then."""
+    """Read the header of a safetensors file, up to the first byte of data."""
     header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return header
 
 
 def to_bf16(values: NDArray[np.float32]) -> Bits:
-    """To the nearest, ties to even; no NaN."""
+    """Round to bf16, to the nearest with ties to even. There must be no NaN."""
     bits = values.view(np.uint32)
     rounded: Bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return rounded
@@ -191,14 +190,16 @@ def _on_gpu(seed: int, deviation: float) -> Any:
 
 
 def smollm2(out: Path, inputs: Path) -> Path:
-    """The folder `out/models/smollm2-8`: the first 8 layers of SmolLM2-135M-Instruct in bf16, unpacked if
-    need be."""
+    """Return the folder `out/models/smollm2-8`: the first 8 layers of SmolLM2-135M-Instruct in bf16.
+
+    They are unpacked if the folder does not exist.
+    """
     folder = out / "models" / "smollm2-8"
     if (folder / "model.safetensors").exists():
         return folder
     packed = inputs / PACKED
     if not packed.exists():
-        raise Skip(f"{packed} is not there: prepare.py makes it")
+        raise Skip(f"{packed} does not exist: run prepare.py")
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(inputs / "smollm2-tokenizer", folder)
     shutil.copy(inputs / "smollm2-config.json", folder / "config.json")
@@ -222,8 +223,9 @@ def smollm2(out: Path, inputs: Path) -> Path:
 
 
 def unpack(data: bytes) -> NDArray[np.float32]:
-    """The values of Q4_1 blocks: `code * scale + smallest`, the low halves of the bytes first
-    (ggml-quants.c)."""
+    """Return the values of Q4_1 blocks: `code * scale + minimum`, low halves of the bytes first
+    (ggml-quants.c).
+    """
     blocks = np.frombuffer(data, np.uint8).reshape(-1, BLOCK_BYTES)
     scale, smallest = (blocks[:, i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
     codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1)

@@ -1,4 +1,4 @@
-"""The Rust parity tests as a program: how it is built, which tests are in it, what they print."""
+"""The Rust parity tests as a program: build it, list its tests, parse their output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def list_tests(program: Path) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What a run of tests printed: cases by (op, dtype), devices, and what was left for a GPU."""
+    """The output of a run of tests: cases by (op, dtype), devices, and the cases that are left for a GPU."""
 
     cases: Counter[tuple[str, str]] = field(default_factory=Counter)
     last_case: str = ""
@@ -57,9 +57,9 @@ class Outcome:
 
     @classmethod
     def of(cls, stdout: str, stderr: str) -> Outcome:
-        """Reads the lines that pick.rs prints, and the first panic of the test harness."""
+        """Parse the lines that pick.rs prints, and the first panic of the test harness."""
         found = cls()
-        # The harness prints `test NAME ... ` without an end of line before a test's own output.
+        # The harness prints `test NAME ... ` without a newline before a test's own output.
         for line in re.sub(r"^test \S+ \.\.\. ", "", stdout, flags=re.M).splitlines():
             if case := re.fullmatch(r"case: (\S+) (\S+) (.*)", line):
                 found.last_key = (case[1], case[2])
@@ -74,11 +74,11 @@ class Outcome:
         return found
 
     def n_cases(self) -> int:
-        """All of them."""
+        """Return the number of cases."""
         return self.cases.total()
 
     def passed(self, is_ok: bool) -> list[tuple[str, str, int, int]]:
-        """Rows (op, dtype, cases, of them passed): of a test that failed all but the last case passed."""
+        """Return rows (op, dtype, cases, passed cases). In a failed test all cases except the last passed."""
         return [
             (op, dtype, n, n - (not is_ok and (op, dtype) == self.last_key))
             for (op, dtype), n in self.cases.items()

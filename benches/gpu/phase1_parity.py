@@ -1,10 +1,10 @@
-"""Phase 1: the parity table on a GPU, graphs beside eager passes, compute-sanitizer over the small cases.
+"""Phase 1: the parity tests on a GPU, graphs compared with eager passes, compute-sanitizer over small cases.
 
 usage: phase1_parity.py --out DIR [--tests PROGRAM] [--only TEXT] [--dry-run] [--budget-s 240]
 
 The rows are the Rust parity tests of crates/llaisys-core/tests/cuda/parity, prebuilt (bundle.py). Each runs
-in its own process, so that a fault in one cannot break another's CUDA context. A dry run uses the emulator
-instead of the GPU, or the device that LLAISYS_TEST_DEVICE names. Exit status as in common.py.
+in its own process, so that a fault in one cannot break the CUDA context of another. A dry run uses the
+emulator instead of the GPU, or the device that LLAISYS_TEST_DEVICE names. Exit status: see common.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from typing import Any
 from common import Column, Failure, Phase, Row, Skip, arguments
 from parity_tests import EMULATOR, PARITY, Outcome, list_tests
 
-# A test takes seconds; on a GPU that hangs it takes this long.
+# A test takes seconds. This is its timeout on a GPU that hangs.
 TEST_S = 100
 SANITIZER_S = 90
-# Kernels with shared memory or barriers of several warps; the others' tools have nothing to look at.
+# Test modules of kernels with shared memory or barriers of several warps, which racecheck and synccheck
+# examine.
 WITH_BARRIERS = ("attention", "gemv", "rows", "sampling")
-# What compute-sanitizer says where it cannot work, as on some virtual machines.
+# Messages of compute-sanitizer where it does not work, for example on some virtual machines.
 CANNOT = ("Device not supported", "Unable to find injection", "did not launch", "Internal Sanitizer Error")
 
 
 class ParityPhase(Phase):
-    """The table by op and dtype in front of the tests'."""
+    """The phase with a second table, by op and dtype."""
 
     def table(self) -> str:
-        """The Markdown."""
+        """Return both tables as Markdown."""
         cases: Counter[tuple[str, str]] = Counter()
         good: Counter[tuple[str, str]] = Counter()
         for values in (*self.state["rows"].values(), *self.state["failed"].values()):
@@ -54,20 +55,20 @@ class ParityPhase(Phase):
 
 
 class Tests:
-    """The test program, and how its tests are run."""
+    """The test program. Runs its tests."""
 
     def __init__(self, program: Path, dry_run: bool) -> None:
         self.program, self.dry_run = program, dry_run
 
     def environment(self, device: str) -> dict[str, str]:
-        """Of a test's process: the device, and where PyTorch's packages have NVRTC and cublasLt."""
+        """Return a test's environment: the device, and the folders of PyTorch's NVRTC and cublasLt."""
         if self.dry_run:
             return {"LLAISYS_TEST_DEVICE": EMULATOR, **os.environ}
         named = os.environ.get("LLAISYS_CUDA_LIB_DIR") or os.pathsep.join(map(str, library_folders()))
         return {**os.environ, "LLAISYS_TEST_DEVICE": device, "LLAISYS_CUDA_LIB_DIR": named}
 
     def run(self, name: str) -> dict[str, Any]:
-        """One test. Raises Failure with the case that failed."""
+        """Run one test. Raises Failure with the case that failed."""
         command = [str(self.program), name, "--exact", "--nocapture", "--test-threads=1"]
         try:
             ran = subprocess.run(
@@ -79,17 +80,19 @@ class Tests:
                 check=False,
             )
         except subprocess.TimeoutExpired as late:
-            said = Outcome.of(*((part or b"").decode() for part in (late.stdout, late.stderr)))
-            raise Failure(f"{TEST_S} s were over in: {said.last_case}", **values_of(said, False)) from None
-        said = Outcome.of(ran.stdout, ran.stderr)
+            outcome = Outcome.of(*((part or b"").decode() for part in (late.stdout, late.stderr)))
+            raise Failure(
+                f"timeout of {TEST_S} s in: {outcome.last_case}", **values_of(outcome, False)
+            ) from None
+        outcome = Outcome.of(ran.stdout, ran.stderr)
         if ran.returncode != 0:
-            why = said.panic or f"exit status {ran.returncode}: {ran.stderr.strip()[-300:]}"
-            raise Failure(f"{said.last_case}: {why}"[:600], **values_of(said, False))
+            why = outcome.panic or f"exit status {ran.returncode}: {ran.stderr.strip()[-300:]}"
+            raise Failure(f"{outcome.last_case}: {why}"[:600], **values_of(outcome, False))
         if "1 passed" not in ran.stdout:
-            raise Failure("the program ran another number of tests than one")
-        if not self.dry_run and EMULATOR in said.devices:
+            raise Failure("the program did not run exactly one test")
+        if not self.dry_run and EMULATOR in outcome.devices:
             raise Failure("it ran on the emulator")
-        return values_of(said, True)
+        return values_of(outcome, True)
 
     def sanitize(self, tool: str, module: str) -> dict[str, Any]:
         """Run the small cases of a test module under a tool of compute-sanitizer."""
@@ -107,7 +110,7 @@ class Tests:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Skip(f"{SANITIZER_S} s were over before the end") from None
+            raise Skip(f"it did not end within {SANITIZER_S} s") from None
         text = ran.stdout + ran.stderr
         if refused := next((reason for reason in CANNOT if reason in text), None):
             raise Skip(f"compute-sanitizer does not work here: {refused}")
@@ -117,25 +120,29 @@ class Tests:
         if ran.returncode != 0:
             first = [line[9:].strip() for line in text.splitlines() if line.startswith("=========")]
             raise Failure(f"{summary[0]}: {' / '.join(first[1:6])}")
-        said = Outcome.of(ran.stdout, ran.stderr)
-        return {"cases": said.n_cases(), "device": ", ".join(sorted(said.devices)), "result": summary[0]}
+        outcome = Outcome.of(ran.stdout, ran.stderr)
+        devices = ", ".join(sorted(outcome.devices))
+        return {"cases": outcome.n_cases(), "device": devices, "result": summary[0]}
 
 
-def values_of(said: Outcome, is_ok: bool) -> dict[str, Any]:
-    """A row's values."""
-    by_op = said.passed(is_ok)
+def values_of(outcome: Outcome, is_ok: bool) -> dict[str, Any]:
+    """Return a row's values."""
+    by_op = outcome.passed(is_ok)
     return {
-        "cases": said.n_cases(),
+        "cases": outcome.n_cases(),
         "result": "passed" if is_ok else "failed",
-        "device": ", ".join(sorted(said.devices)) or "none",
-        "left": sum(said.left.values()),
+        "device": ", ".join(sorted(outcome.devices)) or "none",
+        "left": sum(outcome.left.values()),
         "by_op": by_op,
     }
 
 
 def library_folders() -> list[Path]:
-    """Where PyTorch's packages have them, as `llaisys.config.cuda_library_folders` looks for them: parity
-    does not wait for the wheel."""
+    """Return the library folders of PyTorch's packages.
+
+    As `llaisys.config.cuda_library_folders`, which is not used because the parity tests do not need the
+    wheel.
+    """
     spec = find_spec("nvidia")
     places = (spec and spec.submodule_search_locations) or ()
     folders = [Path(place, part, "lib") for place in places for part in ("cu13", "cuda_nvrtc", "cublas")]
@@ -143,7 +150,7 @@ def library_folders() -> list[Path]:
 
 
 def find_sanitizer() -> str | None:
-    """In the path, or where CUDA is installed."""
+    """Return compute-sanitizer from the path, or from the CUDA installation."""
     return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 
 
@@ -161,11 +168,11 @@ def rows_of(tests: Tests, only: str) -> list[Row]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Reads the flags and runs what is left."""
+    """Parse the flags and run the rows that are left."""
     parser = arguments(__doc__)
     program = Path(__file__).parent / "tests" / "cuda"
     parser.add_argument("--tests", type=Path, default=program, help="the test program")
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--only", default="", help="run only rows whose name contains this text")
     options: argparse.Namespace = parser.parse_args(given)
     columns = [
         Column("device", "device"),

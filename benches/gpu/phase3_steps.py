@@ -1,17 +1,16 @@
-"""Phase 3: time of a decode step beside the roofline, for the shapes of Qwen2.5 0.5B, 1.5B and 7B at batch
-1 to 256.
+"""Phase 3: time of a decode step compared with the roofline, for Qwen2.5 0.5B, 1.5B and 7B, batch 1 to 256.
 
 usage: phase3_steps.py --out DIR [--inputs DIR] [--dry-run] [--budget-s 240] [--fresh]
 
-A step's time is the difference of two runs that differ in their number of steps only: prompts are in the
-prefix cache, all requests begin at once, so what is not a step cancels. The bound is
+A step's time is the difference of two runs that differ only in their number of steps. Prompts are in the
+prefix cache and all requests start at once, so everything except the steps cancels. The bound is
 
     max(weights / bandwidth, FLOP / rate) + K and V read / bandwidth
 
-with bandwidth (of a copy) and rate (of a bf16 product of 8192 x 8192 x 8192) measured on this device; FLOP
-are 2 x batch x weights + 4 x batch x context x heads x d x layers. The GPU's idle share is what CUPTI saw
-no kernel run in, between the first and the last of a run. Random weights: a step's time does not depend on
-their values.
+with bandwidth (of a copy) and rate (of a bf16 product of 8192 x 8192 x 8192) measured on this device. FLOP
+are 2 x batch x weights + 4 x batch x context x heads x d x layers. The GPU's idle share is the share of time
+without a kernel, between the first and the last kernel that CUPTI reports. Weights are random, because a
+step's time does not depend on their values.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from llaisys import LLM, SamplingParams
 
 BATCHES = (1, 8, 64, 256)
 N_PAIRS = 3
-# Tokens of the prompts and of the two runs: the steps between have contexts around 512.
+# Tokens of the prompts and of the two runs. The steps between them have contexts around 512.
 PROMPT, SHORT, LONG = 472, 8, 72
 PROMPT_DRY, SHORT_DRY, LONG_DRY = 9, 2, 4
 COPY_BYTES, PRODUCT = 1 << 30, 8192
-# Time to load a model, to make its weights and to measure a row, about.
+# Approximate time to load a model, to make its weights and to measure a row.
 EXPECTED_S = {"0.5B": 20.0, "1.5B": 35.0, "7B": 75.0}
 COLUMNS = [
     Column("step_ms", "step, ms", "{:.3f}"),
@@ -53,7 +52,7 @@ COLUMNS = [
 
 
 def bound_s(shape: models.Shape, batch: int, context: float, gb_s: float, tflop_s: float) -> float:
-    """The roofline of a step."""
+    """Return the roofline of a step, in seconds."""
     flop = 2 * batch * shape.n_step_weights
     flop += 4 * batch * context * shape.n_heads * shape.d_head * shape.n_layers
     read_s = 2 * shape.n_step_weights / (gb_s * 1e9)
@@ -61,7 +60,7 @@ def bound_s(shape: models.Shape, batch: int, context: float, gb_s: float, tflop_
 
 
 def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
-    """How much of the time from the first begin to the last end is in an interval."""
+    """Return the share of the time from the first begin to the last end that is inside an interval."""
     ordered = sorted(intervals)
     busy, until = 0.0, ordered[0][0]
     for begin, end in ordered:
@@ -71,7 +70,7 @@ def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def measure_device(dry_run: bool) -> dict[str, float]:
-    """Bandwidth of a copy and rate of a product: the best of five."""
+    """Return the bandwidth of a copy and the rate of a product, each the best of five."""
     if is_importable("torch"):
         import torch
 
@@ -123,19 +122,19 @@ def _measure_host() -> dict[str, float]:
 
 
 def run_s(llm: LLM, prompts: Sequence[Ids], n_tokens: int) -> float:
-    """Seconds of a run that ends all prompts with so many tokens."""
+    """Return the seconds of a run that generates `n_tokens` tokens for each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
     begun = time.perf_counter()
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     taken = time.perf_counter() - begun
-    assert all(len(answer.outputs[0].token_ids) == n_tokens for answer in answers)
+    assert all(len(result.outputs[0].token_ids) == n_tokens for result in results)
     return taken
 
 
 def idle_share(llm: LLM, prompts: Sequence[Ids], n_tokens: int, phase: Phase) -> float | None:
-    """Of one run; None where kernels cannot be seen."""
+    """Return the GPU's idle share of one run; None if kernels cannot be traced."""
     if not is_importable("torch"):
-        phase.note("GPU idle: not measured, for there is no torch whose profiler sees kernels.")
+        phase.note("GPU idle: not measured, because torch and its profiler are not installed.")
         return None
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -144,19 +143,19 @@ def idle_share(llm: LLM, prompts: Sequence[Ids], n_tokens: int, phase: Phase) ->
         run_s(llm, prompts, n_tokens)
     kernels = [event.time_range for event in seen.events() if event.device_type == DeviceType.CUDA]
     if not kernels:
-        phase.note("GPU idle: not measured, for CUPTI showed no kernel.")
+        phase.note("GPU idle: not measured, because CUPTI reported no kernel.")
         return None
     return 1 - busy_share((kernel.start, kernel.end) for kernel in kernels)
 
 
 def memory_gb() -> float | None:
-    """GPU memory in use, by everybody."""
+    """Return the GPU memory in use by all processes, in GB."""
     used = nvidia_smi("memory.used")
     return float(used[0].split()[0]) * 2**20 / 1e9 if used else None
 
 
 def measure(phase: Phase, out: Path, inputs: Path, name: str, batch: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     device = phase.done("device")
     if device is None:
         raise Skip("the device's bandwidth was not measured")
@@ -173,7 +172,7 @@ def measure(phase: Phase, out: Path, inputs: Path, name: str, batch: int) -> dic
     }
     before = memory_gb()
     with ours(folder, **settings) as llm:
-        run_s(llm, prompts, short)  # prompts are computed, graphs captured
+        run_s(llm, prompts, short)  # computes the prompts, captures graphs
         run_s(llm, prompts, short)
         pairs = [
             (run_s(llm, prompts, short), run_s(llm, prompts, long))
@@ -195,9 +194,9 @@ def measure(phase: Phase, out: Path, inputs: Path, name: str, batch: int) -> dic
 
 
 def main() -> int:
-    """Reads the flags and measures."""
+    """Parse the flags and measure."""
     flags = arguments(__doc__).parse_args()
-    phase = Phase(3, "A decode step beside the roofline", COLUMNS, flags)
+    phase = Phase(3, "A decode step compared with the roofline", COLUMNS, flags)
     rows = [Row("device", partial(measure_device, flags.dry_run), 20)]
     one = partial(measure, phase, flags.out, flags.inputs)
     if flags.dry_run:

@@ -1,11 +1,11 @@
-"""Phase 4: 256 sequences at once, ours beside transformers' continuous batching and nano-vllm.
+"""Phase 4: 256 sequences at once, compared with transformers' continuous batching and nano-vllm.
 
 usage: phase4_workload.py --out DIR [--inputs DIR] [--dry-run] [--budget-s 240] [--fresh]
 
-The workload is nano-vllm's `bench.py`: seed 0, prompts and answers of 100 to 1,024 tokens, ids below
-10,000, temperature 0.6, the end of text ignored; 142,827 tokens in, 133,966 out. Each row is a process of
-its own, so that no engine has another's memory. Latency is measured by a second run of ours, in which each
-request is a stream.
+The workload is that of nano-vllm's `bench.py`: seed 0, prompts and completions of 100 to 1,024 tokens, ids
+below 10,000, temperature 0.6, end-of-text tokens ignored; 142,827 tokens in, 133,966 out. Each row runs in
+its own process, so that no engine uses the memory of another. A second run of our engine, in which each
+request is a stream, measures latency.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common import Column, Phase, Row, Skip, arguments, is_importable
 from workload import ENGINES, Unavailable, Workload
 
 EXPECTED_S = {"0.5B": 60.0, "1.5B": 80.0, "7B": 130.0}
-# Of the budget, for what comes after a row.
+# Seconds of the budget that are kept for the end of the phase.
 RESERVE_S = 5.0
 COLUMNS = [
     Column("tokens_per_s", "tokens/s out", "{:.0f}"),
@@ -41,7 +41,7 @@ COLUMNS = [
 
 
 def nano_vllm_workload(dry_run: bool) -> Workload:
-    """The draws in the order in which nano-vllm's bench.py makes them."""
+    """Return the workload, with the random draws in the order of nano-vllm's bench.py."""
     n, shortest, longest, ids = (4, 3, 6, 500) if dry_run else (256, 100, 1024, 10_000)
     draw = random.Random(0)
     prompts = [[draw.randint(0, ids) for _ in range(draw.randint(shortest, longest))] for _ in range(n)]
@@ -49,29 +49,29 @@ def nano_vllm_workload(dry_run: bool) -> Workload:
 
 
 def measure(phase: Phase, out: Path, inputs: Path, engine: str, name: str) -> dict[str, Any]:
-    """One row, in a process of its own, which may take what is left of the budget."""
+    """Measure one row in its own process, which may use the rest of the budget."""
     shape = models.TINY if phase.dry_run else models.QWEN[name]
     folder = models.random_model(out, inputs, name, shape)
     command = [sys.executable, __file__, "--out", str(out), "--inputs", str(inputs)]
     command += ["--engine", engine, "--model", str(folder), *(["--dry-run"] if phase.dry_run else [])]
-    room_s = phase.left_s() - RESERVE_S
+    timeout_s = phase.left_s() - RESERVE_S
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=room_s, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as late:
-        raise Skip(f"{engine} had not ended after {room_s:.0f} s") from late
+        raise Skip(f"{engine} did not end within {timeout_s:.0f} s") from late
     if ran.returncode == 0:
         values: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
         return values
-    words = (ran.stderr or ran.stdout).strip().splitlines()[-8:]
+    lines = (ran.stderr or ran.stdout).strip().splitlines()[-8:]
     if ran.returncode == Unavailable.EXIT or not engine.startswith("ours"):
-        raise Skip(f"{engine}: " + " / ".join(words[-1:] if ran.returncode == Unavailable.EXIT else words))
-    raise RuntimeError("\n".join(words))
+        raise Skip(f"{engine}: " + " / ".join(lines[-1:] if ran.returncode == Unavailable.EXIT else lines))
+    raise RuntimeError("\n".join(lines))
 
 
 def child(flags: argparse.Namespace) -> int:
-    """The process of a row: one JSON line."""
+    """Run the process of a row, which prints one JSON line."""
     if flags.engine == "nano-vllm":
-        # Behind what is installed: flash-attn itself, if it is there.
+        # Behind the installed packages, so that flash-attn itself is used if it is installed.
         sys.path += [str(flags.inputs / "nano-vllm"), str(Path(__file__).parent / "shim")]
     run: Callable[..., dict[str, Any]] = ENGINES[flags.engine]
     try:
@@ -83,7 +83,7 @@ def child(flags: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Reads the flags and measures."""
+    """Parse the flags and measure."""
     parser = arguments(__doc__)
     parser.add_argument("--engine", choices=sorted(ENGINES), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Makes what the phases read, where there are the sources.
+"""Make the inputs of the phases from their sources.
 
 usage: prepare.py [--out benches/gpu/inputs] [--nano-vllm FOLDER]
 
-- `smollm2-8.packed.safetensors`: the first 8 layers of the embedded SmolLM2, its matrices as Q4_1 blocks
-  (36 MB; the embedding, Q8_0 in the source, is quantised again: both engines of a comparison read what
-  comes out), with `smollm2-config.json` and `smollm2-tokenizer/`.
+- `smollm2-8.packed.safetensors`: the first 8 layers of the embedded SmolLM2, with matrices as Q4_1 blocks (36
+  MB). The embedding, Q8_0 in the source, is quantized again; both engines of a comparison read the result.
+  With it come `smollm2-config.json` and `smollm2-tokenizer/`.
 - `qwen2-tokenizer/`, for the random models.
-- `nano-vllm/`: the package and its licence, of a checkout of GeeeekExplorer/nano-vllm, if FOLDER names one.
-- `prompts.json`: token ids of SmolLM2's tokenizer, windows of tests/data/text/mixed.txt.
+- `nano-vllm/`: the package and its license, from a checkout of GeeeekExplorer/nano-vllm in FOLDER.
+- `prompts.json`: token ids of SmolLM2's tokenizer, consecutive parts of tests/data/text/mixed.txt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llaisys.text.tokenizer import load_tokenizer
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 N_LAYERS = 8
-# Tokens of the prompts: four groups of eight, whole tiles of attention and not.
+# Tokens of the prompts: four groups of eight, with whole and partial tiles of attention.
 PROMPT_LENGTHS = [length for length in (7, 33, 64, 130) for _ in range(8)]
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def tensors(reader: gguf.GGUFReader, heads: dict[str, int]) -> dict[str, NDArray[Any]]:
-    """Under Hugging Face's names: Q4_1 blocks as bytes `[rows, bytes]`, vectors in float32."""
+    """Return tensors by Hugging Face's names: Q4_1 blocks as bytes `[rows, bytes]`, vectors in float32."""
     found = {tensor.name: tensor for tensor in reader.tensors}
     q4 = gguf.GGMLQuantizationType.Q4_1
 
@@ -60,7 +60,8 @@ def tensors(reader: gguf.GGUFReader, heads: dict[str, int]) -> dict[str, NDArray
         for source, target in NAMES.items():
             values = packed(f"blk.{layer}.{source}.weight")
             if source in heads:
-                # GGUF keeps the two halves of a rotary pair side by side (convert_hf_to_gguf.py, `permute`).
+                # GGUF stores the two elements of a rotary pair next to each other (convert_hf_to_gguf.py,
+                # `permute`).
                 pairs = values.reshape(heads[source], -1, 2, values.shape[1])
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
             made[f"model.layers.{layer}.{target}.weight"] = values
@@ -69,7 +70,7 @@ def tensors(reader: gguf.GGUFReader, heads: dict[str, int]) -> dict[str, NDArray
 
 
 def write_safetensors(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Arrays of bytes and of float32."""
+    """Write arrays of bytes and of float32."""
     header, offset = {}, 0
     for name, values in arrays.items():
         kind = "U8" if values.dtype == np.uint8 else "F32"
@@ -85,7 +86,7 @@ def write_safetensors(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def smollm2(out: Path) -> None:
-    """The packed model, its config, tokenizer and prompts."""
+    """Write the packed model, its config, tokenizer and prompts."""
     source = Path(resolve_model("smollm2").path)
     info, reader = inspect_model(str(source)), gguf.GGUFReader(source)
     heads = {"attn_q": info.n_heads, "attn_k": info.n_kv_heads}
@@ -123,12 +124,12 @@ def smollm2(out: Path) -> None:
 
 
 def main() -> None:
-    """Reads the flags and writes the folder."""
+    """Parse the flags and write the folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "inputs")
-    parser.add_argument("--nano-vllm", type=Path, help="a checkout, MIT")
+    parser.add_argument("--nano-vllm", type=Path, help="a checkout of nano-vllm (MIT license)")
     flags = parser.parse_args()
     out: Path = flags.out
     out.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""All phases on a machine with a GPU, in one command.
+"""Run all phases on a machine with a GPU, in one command.
 
 usage: run_all.py --out DIR [--work DIR] [--only 1,3] [--dry-run] [-- more arguments for every phase]
 
-Runs the unpacked bundle beside it (bundle.py): nothing is installed and nothing is fetched. Each phase's
-state is kept in the work folder, so that a run which is killed, or whose time is over, goes on where it ended
-when it is started again. After each phase `results.tar.gz` and `summary.md` are written to --out anew: few
-files come back from such a machine.
+It runs the unpacked bundle in its own folder (bundle.py). Nothing is installed and nothing is downloaded. The
+work folder keeps each phase's state, so that a run that was killed, or whose time was over, continues when it
+is started again. After each phase `results.tar.gz` and `summary.md` in --out are written again, because such
+a machine returns few files.
 
-Exit status: 0, all phases are done; 1, one failed; 3, the time was over.
+Exit status: 0, all phases are done; 1, one failed; 3, the time is over.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DONE, FAILED, LEFT = 0, 1, 3
-# A phase ends by itself soon after its budget, or is stuck.
+# Seconds after its budget until a phase is stopped as stuck.
 GRACE_S = 75.0
-# Less than this and a phase is not begun.
+# With fewer seconds left, no phase starts.
 LEAST_S = 30.0
 
 
 class Runner:
-    """The phases, their exit statuses, and where everything goes."""
+    """The phases, their exit statuses, and the output folders."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.begun = options, time.monotonic()
@@ -49,11 +49,11 @@ class Runner:
                 self.status = before["status"]
 
     def left_s(self) -> float:
-        """Of the whole run's time."""
+        """Return the seconds of the whole run that are left."""
         return float(self.options.total_s) - (time.monotonic() - self.begun)
 
     def run(self) -> int:
-        """Every phase that is not done; the worst status."""
+        """Run every phase that is not done, and return the worst status."""
         phases = sorted(self.options.phases.glob("phase[0-9]_*.py"))
         wanted = set(self.options.only.split(",")) if self.options.only else None
         for script in phases:
@@ -75,7 +75,7 @@ class Runner:
         return max(self.status.values(), default=DONE, key=lambda status: (status == FAILED, status))
 
     def phase(self, script: Path, budget_s: float) -> int:
-        """One phase, its output in the work folder as well."""
+        """Run one phase, with its output in a log in the work folder."""
         print(f"{script.name}: {budget_s:.0f} s", flush=True)
         command = [sys.executable, "-u", str(script), "--out", str(self.work), "--budget-s", str(budget_s)]
         command += ["--dry-run"] if self.options.dry_run else []
@@ -91,13 +91,13 @@ class Runner:
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                print(f"{script.name}: stuck, and ended", flush=True)
+                print(f"{script.name}: stuck, and stopped", flush=True)
                 return LEFT
         print(f"{script.name}: exit status {ran.returncode}", flush=True)
         return ran.returncode if ran.returncode in (DONE, LEFT) else FAILED
 
     def save(self) -> None:
-        """State and results; a run that is killed leaves what was there before, whole."""
+        """Write state and results. A killed run leaves the previous files complete."""
         state = {"manifest": self.manifest, "dry_run": self.options.dry_run, "status": self.status}
         replace(self.state_path, (json.dumps(state, indent=1) + "\n").encode())
         words = {DONE: "done", FAILED: "FAILED", LEFT: "not ended"}
@@ -115,46 +115,49 @@ class Runner:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file whole."""
+    """Write a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
     part.replace(path)
 
 
 def environment() -> dict[str, str]:
-    """Of a phase: the bundle's packages before the machine's, and no way to a network."""
+    """Return a phase's environment: the bundle's packages before the machine's, and no network access."""
     paths = [str(HERE / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def manifest() -> str:
-    """The bundle's revision. Errors: a file that is not the manifest's."""
+    """Return the bundle's revision. Exits if a file differs from the manifest."""
     path = HERE / "manifest.json"
     if not path.exists():
         return "from a source tree"
     known: dict[str, Any] = json.loads(path.read_text("utf-8"))
     for name, entry in known["files"].items():
         if hashlib.sha256((HERE / name).read_bytes()).hexdigest() != entry["sha256"]:
-            raise SystemExit(f"{name} is not what the manifest says: unpack the bundle again")
+            raise SystemExit(f"{name} differs from the manifest: unpack the bundle again")
     return str(known["revision"])
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Reads the flags and runs what is left."""
+    """Parse the flags and run the phases that are left."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="where results.tar.gz and summary.md go")
+    parser.add_argument("--out", type=Path, required=True, help="folder of results.tar.gz and summary.md")
     parser.add_argument("--work", type=Path, default=Path("/tmp/llaisys-gpu"), help="the phases' state")
     parser.add_argument("--phases", type=Path, default=HERE, help="folder of the phases' scripts")
-    parser.add_argument("--only", default="", help="numbers of phases, with commas")
-    parser.add_argument("--dry-run", action="store_true", help="as the phases' own")
-    parser.add_argument("--budget-s", type=float, default=240.0, help="of a phase")
+    parser.add_argument("--only", default="", help="numbers of phases, separated by commas")
+    parser.add_argument("--dry-run", action="store_true", help="passed to every phase")
+    parser.add_argument("--budget-s", type=float, default=240.0, help="seconds of a phase (default: 240)")
     parser.add_argument(
-        "--total-s", type=float, default=570.0, help="of this run; a command there may take 600"
+        "--total-s",
+        type=float,
+        default=570.0,
+        help="seconds of this run (default: 570); a command on that machine may take 600",
     )
-    parser.add_argument("arguments", nargs="*", help="behind --: more arguments for every phase")
+    parser.add_argument("arguments", nargs="*", help="after --: more arguments for every phase")
     return Runner(parser.parse_args(given)).run()
 
 

@@ -1,7 +1,7 @@
-"""The engines of phase 4: each takes a checkpoint and a workload, warms up, and gives its figures.
+"""The engines of phase 4: each runs a workload on a checkpoint after a warm-up, and returns its figures.
 
-`tokens_per_s` counts what came out over the time from the first submit to the last token; loading is not in
-it.
+`tokens_per_s` is the number of generated tokens divided by the time from the first submit to the last token.
+Loading is not included.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that all come at once: prompts, tokens that each wants, the temperature of all. `is_tiny`:
-    of a dry run."""
+    """Requests that start at once: prompts, tokens of each completion, the common temperature.
+
+    `is_tiny` marks a dry run.
+    """
 
     prompts: Sequence[list[int]]
     n_tokens: Sequence[int]
@@ -42,8 +44,8 @@ class Workload:
 
 
 def throughput(seconds: float, n_out: Sequence[int], workload: Workload, how: str) -> Values:
-    """The figures of a run; every request must have got what it wanted."""
-    assert list(n_out) == list(workload.n_tokens), "an answer is shorter or longer than it was asked for"
+    """Return the figures of a run. Every completion must have its number of tokens."""
+    assert list(n_out) == list(workload.n_tokens), "a completion has another number of tokens than requested"
     used = nvidia_smi("memory.used")
     return {
         "seconds": seconds,
@@ -55,7 +57,7 @@ def throughput(seconds: float, n_out: Sequence[int], workload: Workload, how: st
 
 
 def latency(first_s: Sequence[float], per_token_s: Sequence[float]) -> Values:
-    """Percentiles over requests, of the first token and of the mean time of the others."""
+    """Return percentiles over requests of the time to the first token and the mean time per other token."""
     return {
         f"{name}_{label}_ms": 1e3 * float(np.percentile(values, percent))
         for name, values in (("ttft", first_s), ("tpot", per_token_s))
@@ -82,7 +84,7 @@ def _settings(workload: Workload) -> dict[str, Any]:
 
 
 def ours(folder: Path, workload: Workload) -> Values:
-    """`LLM.generate`."""
+    """Run `LLM.generate`."""
     from llaisys import LLM, SamplingParams
 
     params = [
@@ -93,14 +95,14 @@ def ours(folder: Path, workload: Workload) -> Values:
     with LLM(str(folder), **_settings(workload)) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         begun = time.perf_counter()
-        answers = llm.generate(prompts, params, use_tqdm=False)
+        results = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begun
-        n_out = [len(answer.outputs[0].token_ids) for answer in answers]
+        n_out = [len(result.outputs[0].token_ids) for result in results]
         return throughput(seconds, n_out, workload, "LLM.generate")
 
 
 def ours_streams(folder: Path, workload: Workload) -> Values:
-    """`AsyncLLM`, a stream for each request: when tokens reach their reader."""
+    """Run `AsyncLLM` with a stream per request, and measure when tokens reach their reader."""
     return asyncio.run(_streams(folder, workload))
 
 
@@ -127,12 +129,12 @@ async def _streams(folder: Path, workload: Workload) -> Values:
         seconds = time.perf_counter() - begun
     finally:
         await service.close()
-    values = throughput(seconds, [n for *_, n in ended], workload, "AsyncLLM, a stream each")
+    values = throughput(seconds, [n for *_, n in ended], workload, "AsyncLLM, one stream per request")
     return values | latency([first for first, *_ in ended], [each for _, each, _ in ended])
 
 
 def transformers(folder: Path, workload: Workload) -> Values:
-    """Continuous batching of transformers 5, paged sdpa, with its CUDA graphs."""
+    """Run continuous batching of transformers 5, with paged sdpa and its CUDA graphs."""
     if not (is_importable("torch") and is_importable("transformers")):
         raise Unavailable("transformers is not installed")
     import torch
@@ -164,7 +166,7 @@ def transformers(folder: Path, workload: Workload) -> Values:
 
 
 def _collected(manager: Any, n: int) -> dict[str, Any]:
-    """The next `n` requests that end."""
+    """Return the next `n` requests that end."""
     ended: dict[str, Any] = {}
     while len(ended) < n:
         result = manager.get_result(timeout=60)
@@ -178,7 +180,7 @@ def _collected(manager: Any, n: int) -> dict[str, Any]:
 
 
 def nano_vllm(folder: Path, workload: Workload) -> Values:
-    """nano-vllm, whose attention is flash-attn's; where that is not installed, a shim's."""
+    """Run nano-vllm with flash-attn, or with a shim if flash-attn is not installed."""
     for name in ("torch", "triton", "xxhash", "nanovllm"):
         if not is_importable(name):
             raise Unavailable(f"{name} is not installed")
@@ -191,9 +193,9 @@ def nano_vllm(folder: Path, workload: Workload) -> Values:
     llm = LLM(str(folder), enforce_eager=False, max_model_len=max(workload.max_len, 4096))
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     begun = time.perf_counter()
-    answers = llm.generate(list(workload.prompts), params, use_tqdm=False)
+    results = llm.generate(list(workload.prompts), params, use_tqdm=False)
     seconds = time.perf_counter() - begun
-    n_out = [len(answer["token_ids"]) for answer in answers]
+    n_out = [len(result["token_ids"]) for result in results]
     attention = getattr(__import__("flash_attn"), "SHIM", "flash-attn")
     return throughput(seconds, n_out, workload, f"nano-vllm, attention by {attention}")
 

@@ -1,5 +1,8 @@
-"""A process that tests start beside a GPU: loads a model, answers prompts, says what it met. One JSON object
-in (`model`, `settings`, `prompts`, `params`, `again`), one out (`token_ids`, `errors`)."""
+"""A process that tests start with a GPU: it loads a model, generates completions and reports errors.
+
+The argument is one JSON object (`model`, `settings`, `prompts`, `params`, `again`). The output is another
+(`token_ids`, `errors`).
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from llaisys import LLM, SamplingParams
 from llaisys.errors import LlaisysError
 
 
-def answered(order: dict[str, Any], said: dict[str, Any]) -> None:
-    """Loads and answers; the error that ends it is noted."""
+def generate(order: dict[str, Any], report: dict[str, Any]) -> None:
+    """Load the model and generate; write the token ids, or the error, to `report`."""
     try:
         with LLM(order["model"], **order["settings"]) as llm:
             params = SamplingParams(**order["params"])
             prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
-            answers = llm.generate(prompts, params, use_tqdm=False)
-            said["token_ids"] = [answer.outputs[0].token_ids for answer in answers]
+            results = llm.generate(prompts, params, use_tqdm=False)
+            report["token_ids"] = [result.outputs[0].token_ids for result in results]
     except LlaisysError as error:
-        said["errors"].append([type(error).__name__, str(error)])
+        report["errors"].append([type(error).__name__, str(error)])
 
 
 def main() -> None:
-    """`again`: settings with which the same is asked once more in this process."""
+    """Generate once, and a second time in this process with the settings `again` if there are any."""
     order = json.loads(sys.argv[1])
-    said: dict[str, Any] = {"errors": []}
-    answered(order, said)
+    report: dict[str, Any] = {"errors": []}
+    generate(order, report)
     if "again" in order:
-        answered({**order, "settings": order["again"]}, said)
-    print(json.dumps(said))
+        generate({**order, "settings": order["again"]}, report)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The compile gate: every unit of the table is compiled for every architecture and keeps its declared bounds.
+"""The compile gate: every kernel module compiles for every architecture within its declared limits.
 
-It needs no GPU. What it says nothing about is whether a kernel is right: that is the emulator's part
-(`crates/llaisys-core/tests/cuda/emulator/`)."""
+It needs no GPU. The emulator's tests verify results (`crates/llaisys-core/tests/cuda/emulator/`).
+"""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from typing import Any
 import pytest
 
 from llaisys import _core
-from nvrtc import CompileError, Usage, compile_unit, usage_of_log
+from nvrtc import CompileError, Usage, compile_module, usage_of_log
 
-# Shared memory that a block may ask for, bytes (CUDA C++ Programming Guide, "Compute capabilities"). 8.6, 8.9
-# and 12.x have the least of it.
+# The most shared memory of a block, bytes (CUDA C++ Programming Guide, "Compute capabilities"). 8.6, 8.9 and
+# 12.x have the least.
 MAX_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
 MAX_STATIC_SHARED_BYTES = 48 << 10
 REGISTERS_OF_A_BLOCK = 64 << 10
 
-UNITS: list[dict[str, Any]] = json.loads(_core.cuda_kernel_sources())
+MODULES: list[dict[str, Any]] = json.loads(_core.cuda_kernel_sources())
 
 
 def faults(kernels: Sequence[dict[str, Any]], used: dict[str, Usage], arch: str) -> list[str]:
-    """Each way in which compiled kernels break what the table declares of them."""
-    found = [f"{name} is not in the table" for name in used.keys() - {kernel["name"] for kernel in kernels}]
+    """Return each difference between compiled kernels and their declarations."""
+    found = [f"{name} is not declared" for name in used.keys() - {kernel["name"] for kernel in kernels}]
     for kernel in kernels:
         name, usage = kernel["name"], used.get(kernel["name"])
         if usage is None:
-            found.append(f"{name} is in the table and not in the text")
+            found.append(f"{name} is declared and not in the source")
             continue
         if usage.spill_bytes:
             found.append(f"{name} spills {usage.spill_bytes} bytes")
         if usage.registers > kernel["max_registers"]:
-            found.append(f"{name} uses {usage.registers} registers, declared are {kernel['max_registers']}")
+            found.append(f"{name} uses {usage.registers} registers, {kernel['max_registers']} are declared")
         threads = kernel["max_threads"]
         if usage.registers * threads > REGISTERS_OF_A_BLOCK:
-            found.append(f"{name}: {threads} threads of {usage.registers} registers fit no block")
+            found.append(f"{name}: {threads} threads of {usage.registers} registers do not fit into a block")
         if usage.static_shared_bytes > MAX_STATIC_SHARED_BYTES:
             found.append(f"{name} has {usage.static_shared_bytes} bytes of static shared memory")
         shared = usage.static_shared_bytes + kernel["max_shared_bytes"]
         if shared > MAX_SHARED_BYTES[arch]:
-            found.append(f"{name} may want {shared} bytes of shared memory of {MAX_SHARED_BYTES[arch]}")
+            found.append(f"{name} may use {shared} bytes of shared memory, limit {MAX_SHARED_BYTES[arch]}")
     return [f"{arch}: {fault}" for fault in found]
 
 
-def compile_everywhere(unit: dict[str, Any]) -> list[str]:
+def compile_everywhere(module: dict[str, Any]) -> list[str]:
     def on(arch: str) -> list[str]:
-        return faults(unit["kernels"], compile_unit(unit["source"], unit["defines"], arch), arch)
+        return faults(module["kernels"], compile_module(module["source"], module["defines"], arch), arch)
 
     with ThreadPoolExecutor(2) as pool:
         return [fault for found in pool.map(on, MAX_SHARED_BYTES) for fault in found]
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=[unit["unit"] for unit in UNITS])
-def test_a_unit_compiles_within_its_bounds(unit: dict[str, Any]) -> None:
-    assert not compile_everywhere(unit)
+@pytest.mark.parametrize("module", MODULES, ids=[module["unit"] for module in MODULES])
+def test_a_module_compiles_within_its_limits(module: dict[str, Any]) -> None:
+    assert not compile_everywhere(module)
 
 
 def kernel(name: str, **bounds: int) -> dict[str, Any]:
     return {"name": name, "max_threads": 32, "max_registers": 255, "max_shared_bytes": 0} | bounds
 
 
-# 96 sums that are all alive across a barrier.
+# 96 sums that are all live across a barrier.
 MANY_SUMS = """
 extern "C" __global__ void __launch_bounds__(%s) sums(const float* x, float* y) {
     float sums[96];
@@ -81,37 +81,37 @@ def faults_of(source: str, *kernels: dict[str, Any]) -> list[str]:
     return compile_everywhere({"source": source, "defines": {}, "kernels": kernels})
 
 
-def test_the_gate_sees_a_kernel_over_its_registers() -> None:
+def test_a_kernel_over_its_registers_is_reported() -> None:
     found = faults_of(MANY_SUMS % "32", kernel("sums", max_registers=64))
     assert len(found) == len(MAX_SHARED_BYTES), found
-    assert all("registers, declared are 64" in fault for fault in found), found
+    assert all("registers, 64 are declared" in fault for fault in found), found
     assert not faults_of(MANY_SUMS % "32", kernel("sums"))
 
 
-def test_the_gate_sees_a_kernel_that_spills() -> None:
-    # 1,024 threads leave each 64 registers.
+def test_a_kernel_that_spills_is_reported() -> None:
+    # With 1,024 threads each has 64 registers.
     found = faults_of(MANY_SUMS % "1024", kernel("sums"))
     assert [fault for fault in found if "sums spills" in fault], found
 
 
-def test_the_gate_sees_shared_memory_over_the_limit() -> None:
+def test_shared_memory_over_the_limit_is_reported() -> None:
     text = """extern "C" __global__ void __launch_bounds__(32) f(int* y) {
         __shared__ int x[1024]; x[threadIdx.x] = 1; __syncthreads(); y[0] = x[y[1]]; }"""
     assert not faults_of(text, kernel("f", max_shared_bytes=95 << 10))
     (one,) = faults_of(text, kernel("f", max_shared_bytes=96 << 10))
-    assert one.startswith("sm_120: f may want 102400 bytes"), one
+    assert one.startswith("sm_120: f may use 102400 bytes"), one
 
 
-def test_the_gate_sees_what_table_and_text_do_not_share() -> None:
+def test_differences_between_declarations_and_source_are_reported() -> None:
     text = 'extern "C" __global__ void f() {} extern "C" __global__ void g() {}'
     found = faults_of(text, kernel("f"), kernel("h"))
-    assert "sm_80: g is not in the table" in found
-    assert "sm_80: h is in the table and not in the text" in found
+    assert "sm_80: g is not declared" in found
+    assert "sm_80: h is declared and not in the source" in found
 
 
-def test_a_broken_kernel_fails_with_the_compilers_words() -> None:
+def test_a_broken_kernel_fails_with_the_compilers_log() -> None:
     with pytest.raises(CompileError, match="undefined"):
-        compile_unit('extern "C" __global__ void f() { nothing(); }', {}, "sm_80")
+        compile_module('extern "C" __global__ void f() { nothing(); }', {}, "sm_80")
 
 
 def test_spills_of_stores_and_loads_are_counted() -> None:

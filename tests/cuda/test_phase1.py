@@ -1,4 +1,4 @@
-"""benches/gpu: phase 1, the runner of all phases and the bundle, tried without a GPU."""
+"""benches/gpu: phase 1, the runner of all phases and the bundle, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = Path(__file__).parents[2] / "benches" / "gpu"
 PHASE_1, RUN_ALL = GPU / "phase1_parity.py", GPU / "run_all.py"
 DONE, FAILED, LEFT = 0, 1, 3
 
-# A test program as the harness of Rust's tests makes it, whose second test fails in its second case.
+# A test program with the output of Rust's test harness. Its second test fails in its second case.
 PLANTED = """#!/bin/sh
 if [ "$2" = --list ]; then printf 'parity::planted::good: test\\nparity::planted::bad: test\\n'; exit; fi
 printf 'running 1 test\\ntest %s ... device: emulator\\ncase: norm bf16 1 x 64\\n' "$1"
@@ -37,7 +37,7 @@ def run(script: Path, *arguments: object, **variables: str) -> subprocess.Comple
 
 
 def dry_run(out: Path, tests: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Phase 1 without a GPU, with the test programs of a folder."""
+    """Run phase 1 without a GPU, with a test program."""
     return run(PHASE_1, "--dry-run", "--out", out, "--tests", tests, *arguments, **variables)
 
 
@@ -48,7 +48,7 @@ def state_of(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gpu_modules() -> dict[str, ModuleType]:
-    """The modules of benches/gpu that are functions more than scripts."""
+    """The modules of benches/gpu that other scripts import."""
     sys.path.insert(0, str(GPU))
     try:
         import bundle
@@ -78,7 +78,7 @@ def test_a_dry_run_counts_cases_on_the_emulator(program: Path, tmp_path: Path) -
     ran = dry_run(tmp_path, program, "--only", "product::")
     assert ran.returncode == DONE, ran.stdout + ran.stderr
     (row,) = state_of(tmp_path)["rows"].values()
-    # Ten numbers of rows, each to two types; the shapes of models are left for a GPU.
+    # Ten numbers of rows, each with two result types; the shapes of models are left for a GPU.
     assert (row["device"], row["cases"], row["left"]) == ("emulator", 20, 70)
     assert row["by_op"] == [["product", "bf16", 10, 10], ["product", "f16", 10, 10]]
     assert dry_run(tmp_path / "tools", program, "--only", "memcheck product").returncode == DONE
@@ -89,10 +89,8 @@ def test_a_dry_run_counts_cases_on_the_emulator(program: Path, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_on_a_fake_gpu_the_same_tests_run_on_it(
-    program: Path, tmp_path: Path, fake_cuda: dict[str, str]
-) -> None:
-    """The driver is fake, what opens it and what it is asked are not."""
+def test_the_same_tests_run_on_a_fake_gpu(program: Path, tmp_path: Path, fake_cuda: dict[str, str]) -> None:
+    """Only the driver is fake; the code that opens and calls it is not."""
     variables = {"LLAISYS_TEST_DEVICE": "gpu-small", "TMPDIR": fake_cuda["LLAISYS_CUDA_LIB_DIR"]}
     for only in ("product::", "copy_cells"):
         ran = dry_run(tmp_path, program, "--only", only, **fake_cuda, **variables)
@@ -111,7 +109,7 @@ def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tm
     assert failed["reason"] == "norm bf16 2 x 64: number 3: 1 instead of 2"
     table = (tmp_path / "phase1.md").read_text("utf-8")
     assert "norm | bf16 | 3 | 2 | 1" in table
-    # What failed is tried again, what passed is not.
+    # A failed test runs again, a passed one does not.
     again = dry_run(tmp_path, planted)
     assert again.returncode == FAILED
     assert "bad" in again.stdout
@@ -119,23 +117,22 @@ def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tm
 
 
 @pytest.mark.long
-def test_a_device_that_is_none_fails_every_test(program: Path, tmp_path: Path) -> None:
+def test_an_unknown_device_fails_every_test(program: Path, tmp_path: Path) -> None:
     ran = dry_run(tmp_path, program, "--only", "product::", LLAISYS_TEST_DEVICE="cloud")
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     (failed,) = state_of(tmp_path)["failed"].values()
     assert "LLAISYS_TEST_DEVICE=cloud: emulator, gpu or gpu-small" in failed["reason"]
 
 
-def test_the_emulator_is_no_gpu(planted: Path, tmp_path: Path) -> None:
-    """Outside a dry run a test that ran on the emulator has shown nothing."""
+def test_a_test_that_ran_on_the_emulator_fails_outside_a_dry_run(planted: Path, tmp_path: Path) -> None:
     ran = run(PHASE_1, "--out", tmp_path, "--tests", planted, "--only", "::good", CUDA_VISIBLE_DEVICES="")
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     (failed,) = state_of(tmp_path)["failed"].values()
     assert failed["reason"] == "it ran on the emulator"
 
 
-def test_all_phases_run_in_order_and_go_on_after_a_kill(tmp_path: Path) -> None:
-    """The second phase kills the runner the first time that it runs."""
+def test_all_phases_run_in_order_and_continue_after_a_kill(tmp_path: Path) -> None:
+    """The second phase kills the runner in its first run."""
     phases = tmp_path / "phases"
     phases.mkdir()
     note = "import os, pathlib, signal, sys\nlog = pathlib.Path(__file__).with_suffix('.runs')\n"
@@ -179,7 +176,7 @@ def test_a_bundle_over_its_limit_is_refused_with_its_sizes(
     assert "0.2 MB inputs" in bundle.pack(folder, archive, 1.0)
 
 
-def test_a_bundle_that_was_changed_on_its_way_is_not_run(
+def test_a_bundle_that_differs_from_its_manifest_is_not_run(
     gpu_modules: dict[str, ModuleType], tmp_path: Path
 ) -> None:
     folder = tmp_path / "bundle"
@@ -192,10 +189,10 @@ def test_a_bundle_that_was_changed_on_its_way_is_not_run(
     (folder / "phase1_x.py").write_text("print('cut')\n", "utf-8")
     refused = run(folder / "run_all.py", *arguments)
     assert refused.returncode == FAILED
-    assert "phase1_x.py is not what the manifest says" in refused.stderr
+    assert "phase1_x.py differs from the manifest" in refused.stderr
 
 
-def test_every_parity_test_is_carried(gpu_modules: dict[str, ModuleType], program: Path) -> None:
+def test_every_parity_test_is_bundled(gpu_modules: dict[str, ModuleType], program: Path) -> None:
     """The bundled program lists a test of each file in `parity/`, and no test of a file outside it."""
     parity = gpu_modules["parity_tests"]
     names: list[str] = parity.list_tests(program)

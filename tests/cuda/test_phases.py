@@ -1,4 +1,4 @@
-"""The scripts of `benches/gpu`: a dry run of each on the fake CUDA, and what they compute with."""
+"""The scripts of `benches/gpu`: a dry run of each on the fake CUDA, and tests of their functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import phase2_greedy as phase2  # noqa: E402 -- as above
 import phase3_steps as phase3  # noqa: E402 -- as above
 import phase4_workload as phase4  # noqa: E402 -- as above
 
-# What a dry run of each must have measured, and what it must have skipped.
+# The rows that a dry run of each must measure, and those that it must skip.
 DRY = {
     "phase2_greedy": ({"tiny, random"}, {"SmolLM2, 8 layers"}),
     "phase3_steps": ({"device", "tiny, batch 1", "tiny, batch 3"}, set()),
@@ -34,7 +34,7 @@ DRY = {
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a dry run reads: a tokenizer."""
+    """The inputs of a dry run: a tokenizer."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "qwen2-tokenizer").mkdir()
     for name in models.TOKENIZER:
@@ -61,17 +61,17 @@ def test_a_dry_run_measures_our_engine_on_the_device(
     measured, skipped = DRY[script]
     assert (set(first["rows"]), set(first["skipped"]), first["failed"]) == (measured, skipped, {})
     if script == "phase2_greedy":
-        # The best two logits are 5 ulp apart or more (`models.TINY`), more than two layers round away.
+        # The best two logits differ by 5 ulp or more (`models.TINY`), more than the roundings of two layers.
         assert first["rows"]["tiny, random"]["equal"] == "4 of 4"
     assert "Fake H100" in first["facts"]["GPU"]
     assert json.loads(counts.read_text("utf-8"))["launches"] > 0
     table = (tmp_path / f"{script.partition('_')[0]}.md").read_text("utf-8")
     assert all(row in table for row in measured | skipped)
     assert "A dry run" in table
-    assert state()["rows"] == first["rows"], "what was measured is not measured again"
+    assert state()["rows"] == first["rows"], "measured rows are not measured again"
 
 
-# --- rows, and what is kept of them ---
+# --- rows and their state ---
 
 
 def options(folder: Path, *more: str) -> Any:
@@ -82,39 +82,39 @@ def phase(folder: Path, *more: str) -> common.Phase:
     return common.Phase(9, "A test", [common.Column("x", "x", "{:.1f}")], options(folder, *more))
 
 
-def test_rows_go_on_where_they_ended(tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_a_run_continues_with_the_rows_that_are_left(tmp_path: Path) -> None:
+    measured: list[str] = []
 
     def row(name: str, result: Any, expected_s: float = 0.0) -> common.Row:
         def measure() -> dict[str, Any]:
-            asked.append(name)
+            measured.append(name)
             if isinstance(result, Exception):
                 raise result
             return {"x": result}
 
         return common.Row(name, measure, expected_s)
 
-    rows = [row("good", 1.25), row("not here", common.Skip("no peer")), row("late", 2.0, 1e6)]
+    rows = [row("good", 1.25), row("skipped", common.Skip("no peer")), row("late", 2.0, 1e6)]
     assert phase(tmp_path).run(rows) == common.ROWS_ARE_LEFT
-    assert asked == ["good", "not here"]
+    assert measured == ["good", "skipped"]
     table = (tmp_path / "phase9.md").read_text("utf-8")
     assert "good | 1.2" in table
-    assert "skipped not here: no peer" in table
+    assert "skipped skipped: no peer" in table
     wrong = [row("wrong", common.Failure("off by one", x=3)), row("broken", ValueError("a defect"))]
     assert phase(tmp_path).run([*rows[:2], *wrong]) == common.FAILED
-    assert asked == ["good", "not here", "not here", "wrong", "broken"]
+    assert measured == ["good", "skipped", "skipped", "wrong", "broken"]
     state = json.loads((tmp_path / "phase9.json").read_text("utf-8"))
     assert state["failed"] == {
         "wrong": {"reason": "off by one", "x": 3},
         "broken": {"reason": "ValueError: a defect"},
     }
     assert phase(tmp_path, "--dry-run").run(rows[:1]) == common.DONE
-    assert asked[-1] == "good", "a dry run's rows are no others'"
+    assert measured[-1] == "good", "a dry run does not reuse the rows of another run"
     assert phase(tmp_path, "--dry-run", "--fresh").run(rows[:1]) == common.DONE
-    assert asked[-2:] == ["good", "good"]
+    assert measured[-2:] == ["good", "good"]
 
 
-def test_a_row_that_ended_its_process_is_left_out(tmp_path: Path) -> None:
+def test_a_row_that_ended_its_process_is_skipped(tmp_path: Path) -> None:
     def killed() -> dict[str, Any]:
         raise KeyboardInterrupt
 
@@ -125,13 +125,13 @@ def test_a_row_that_ended_its_process_is_left_out(tmp_path: Path) -> None:
     table = (tmp_path / "phase9.md").read_text("utf-8")
     assert "skipped endless: it did not end within the budget" in table
     assert "other | 1.0" in table
-    assert phase(tmp_path).run(rows) == common.DONE, "and it stays out"
+    assert phase(tmp_path).run(rows) == common.DONE, "it is still skipped"
 
 
 # --- phase 2 ---
 
 
-def test_a_difference_is_accepted_only_where_the_reference_wavers() -> None:
+def test_a_difference_is_accepted_only_at_a_near_tie_of_the_reference() -> None:
     logits = np.array([4.0, 3.95, 3.5, -1.0], np.float32)
     ulp = 4.0 / 128
     assert phase2.gap_ulp(logits, 0) == 0.0
@@ -142,8 +142,8 @@ def test_a_difference_is_accepted_only_where_the_reference_wavers() -> None:
         assert ids == [7, 8, 0]
         return np.stack([np.zeros(4, np.float32), logits])
 
-    assert phase2.parting([7, 8], [0, 0, 3], [0, 0, 3], of) is None
-    near, far = (phase2.parting([7, 8], [0, 0, 3], [0, token, 1], of) for token in (1, 2))
+    assert phase2.first_gap([7, 8], [0, 0, 3], [0, 0, 3], of) is None
+    near, far = (phase2.first_gap([7, 8], [0, 0, 3], [0, token, 1], of) for token in (1, 2))
     assert near is not None
     assert far is not None
     assert near < phase2.ACCEPTED_ULP < far
@@ -156,13 +156,13 @@ def test_a_difference_is_accepted_only_where_the_reference_wavers() -> None:
     ("name", "batch", "ideal_ms"),
     [("0.5B", 1, 0.30), ("0.5B", 256, 0.78), ("1.5B", 64, 1.20), ("7B", 8, 4.29), ("7B", 256, 6.46)],
 )
-def test_the_bound_is_the_designs(name: str, batch: int, ideal_ms: float) -> None:
-    """Of an H100 (3.35 TB/s, 989 TFLOP/s) at a context of 512; the design rounds to two places."""
+def test_the_roofline_has_the_expected_values(name: str, batch: int, ideal_ms: float) -> None:
+    """For an H100 (3.35 TB/s, 989 TFLOP/s) at a context of 512, rounded to two decimal places."""
     bound = phase3.bound_s(models.QWEN[name], batch, 512, 3350, 989)
     assert 1e3 * bound == pytest.approx(ideal_ms, abs=0.006)
 
 
-def test_kernels_that_overlap_are_counted_once() -> None:
+def test_overlapping_kernels_are_counted_once() -> None:
     assert phase3.busy_share([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == pytest.approx(4 / 6)
 
 
@@ -170,13 +170,13 @@ def test_kernels_that_overlap_are_counted_once() -> None:
 
 
 def test_the_workload_is_nano_vllms() -> None:
-    """The sums that its README's figures are of."""
+    """The sums are those of the figures in its README."""
     workload = phase4.nano_vllm_workload(False)
     assert sum(map(len, workload.prompts)) == 142_827
     assert sum(workload.n_tokens) == 133_966
 
 
-def test_packed_weights_come_out_as_gguf_has_them() -> None:
+def test_unpacked_weights_equal_those_of_gguf() -> None:
     values = np.random.default_rng(3).standard_normal((4, 64)).astype(np.float32)
     kind = gguf.GGMLQuantizationType.Q4_1
     packed = gguf.quants.quantize(values, kind)
@@ -185,6 +185,6 @@ def test_packed_weights_come_out_as_gguf_has_them() -> None:
     )
 
 
-def test_rounding_to_bf16_is_to_the_nearest_even() -> None:
+def test_bf16_is_rounded_to_the_nearest_even() -> None:
     values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -2.5], np.float32)
     assert models.to_bf16(values).tolist() == [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0xC020]

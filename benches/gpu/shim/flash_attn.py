@@ -1,8 +1,8 @@
 """The two functions of flash-attn that nano-vllm calls, for machines where flash-attn cannot be installed.
 
-Prefill is torch's `scaled_dot_product_attention`, a sequence at a time; decode is the Triton kernel below,
-one program for a sequence and a KV head, over the pages of the cache. What they do not know is not asked for
-by nano-vllm.
+Prefill is torch's `scaled_dot_product_attention`, one sequence at a time. Decode is the Triton kernel below,
+with one program per sequence and KV head, over the pages of the cache. Features that nano-vllm does not use
+are missing.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _decode(
         total = total * fade + tl.sum(weight, 1)
         summed = summed * fade[:, None] + tl.dot(weight.to(value.dtype), value)
         best = higher
-    # A row of a graph's padding has no length.
+    # A padding row of a graph has length 0.
     total = tl.where(total > 0, total, 1.0)
     tl.store(out + places, (summed / total[:, None]).to(out.dtype.element_ty), mask=member[:, None] < GROUP)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
-    """`q [rows, 1, heads, d]`, caches `[pages, page, kv_heads, d]`; a new position a row, stored already."""
+    """Decode: `q [rows, 1, heads, d]`, caches `[pages, page, kv_heads, d]`, which have the new positions."""
     assert causal
     assert q.shape[1] == 1
     rows, _, n_heads, d = q.shape
@@ -91,7 +91,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, 
 def flash_attn_varlen_func(
     q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, softmax_scale, causal, block_table
 ):
-    """`q [tokens, heads, d]`; K and V `[tokens, kv_heads, d]`, or caches and the pages of each sequence."""
+    """Prefill: `q [tokens, heads, d]`; K and V `[tokens, kv_heads, d]`, or caches and pages by sequence."""
     assert causal
     del max_seqlen_q, max_seqlen_k
     out = torch.empty_like(q)
