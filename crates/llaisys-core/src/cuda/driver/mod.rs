@@ -13,7 +13,7 @@ pub mod nvidia;
 pub mod nvrtc;
 #[allow(unsafe_code, reason = "hands out pinned host memory")]
 mod pinned;
-#[allow(unsafe_code, reason = "loads the libraries and asks the driver")]
+#[allow(unsafe_code, reason = "loads the libraries and queries the driver")]
 pub mod probe;
 mod ring;
 pub mod status;

@@ -103,7 +103,7 @@ impl State {
     /// Uploads the state of a sequence whose next token is `token` at `position`, after the cells that `list` returns
     /// (the KV cache's numbers). Uploads nothing if the device has that state from the last step.
     ///
-    /// Panics if the sequence has no room for a cell. Errors: the device's.
+    /// Panics if the sequence has `max_len` cells. Errors: the device's.
     pub(super) fn sync(
         &mut self,
         device: &dyn Device,
@@ -170,7 +170,7 @@ impl State {
 
     /// Uploads the plan of a step: a slot and its new cell for each row, then padding up to the bucket.
     ///
-    /// Panics if a slot's state is not on the device, or has no room for a cell.
+    /// Panics if a slot's state is not on the device, or has `max_len` cells.
     pub(super) fn plan(
         &mut self,
         device: &dyn Device,
@@ -213,7 +213,7 @@ impl State {
             max_len: self.limits.max_len,
             window: self.window,
         };
-        // SAFETY: `plan` indexed `slots` with each slot and asserted that it has room for a cell.
+        // SAFETY: `plan` indexed `slots` with each slot and asserted that it has fewer than `max_len` cells.
         unsafe { begin.launch(device) }?;
         let windowed = Seen {
             cells: memory.cell_table,

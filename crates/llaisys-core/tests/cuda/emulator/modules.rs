@@ -86,7 +86,7 @@ fn text(module: &KernelModule) -> String {
 /// Compiles a text once. Later calls, in any test process, find the object in `CARGO_TARGET_TMPDIR`.
 fn build(module: &KernelModule, text: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_emulator");
-    std::fs::create_dir_all(&folder).expect("the target folder takes files");
+    std::fs::create_dir_all(&folder).expect("the target folder is writable");
     let digest = Sha256::new().chain_update(text).chain_update(FLAGS).chain_update(&*COMPILER).finalize();
     let digest: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
     let path = folder.join(format!("{module}-{digest}.so"));
@@ -95,7 +95,7 @@ fn build(module: &KernelModule, text: &str) -> PathBuf {
     }
     let stem = folder.join(format!("{module}-{}", std::process::id()));
     let (source, object) = (stem.with_extension("cc"), stem.with_extension("tmp"));
-    std::fs::write(&source, text).expect("the target folder takes files");
+    std::fs::write(&source, text).expect("the target folder is writable");
     let run = Command::new("c++").arg(FLAGS_FILE).arg(&source).arg("-o").arg(&object).output();
     let run = run.expect(NO_COMPILER);
     let errors = String::from_utf8_lossy(&run.stderr);
