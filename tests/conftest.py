@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 import llaisys
 from fakes import core, text
@@ -19,6 +20,10 @@ from serving import Server, serving
 
 # A shell that runs the tests in the background ignores SIGINT, and every program that they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine may be slow: no test of Hypothesis compares with a clock.
+settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no-clock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -37,7 +37,7 @@ CONTAINERS = [(family, kind) for family in sorted(FAMILIES) for kind in ("new", 
     ("family", "container"),
     [(family, kind) for family, kind in CONTAINERS if kind != "gguf" or FAMILIES[family].gguf],
 )
-@settings(max_examples=8, deadline=None, print_blob=True)
+@settings(max_examples=8, print_blob=True)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1), n_tokens=st.integers(1, 60))
 def test_core_agrees_with_numpy(
     family: str, container: str, data: st.DataObject, seed: int, n_tokens: int

@@ -100,7 +100,7 @@ def test_int4_folders(method: str, symmetric: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("container", ["folder", "gguf"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=3, deadline=None, print_blob=True)
+@settings(max_examples=3, print_blob=True)
 @given(data=st.data())
 def test_families(family: str, container: str, data: st.DataObject) -> None:
     """With fused projections, stacked and single experts, and vectors of every kind."""

@@ -25,7 +25,7 @@ def n_bytes_read() -> int:
 
 
 @pytest.mark.parametrize(("family", "container"), CONTAINERS)
-@settings(max_examples=3, deadline=None, print_blob=True)
+@settings(max_examples=3, print_blob=True)
 @given(data=st.data())
 def test_each_tensor_is_read_once(family: str, container: str, data: st.DataObject) -> None:
     shape = data.draw(shapes(family, gguf=container == "gguf"))

@@ -25,7 +25,7 @@ def logits(runner: Runner, tokens: list[int]) -> NDArray[np.float32]:
 @pytest.mark.parametrize(
     ("family", "gguf"), [(family, gguf) for family, gguf in CONTAINERS if not gguf or FAMILIES[family].gguf]
 )
-@settings(max_examples=3, deadline=None, print_blob=True)
+@settings(max_examples=3, print_blob=True)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 2))
 def test_every_tensor_can_be_replaced(family: str, gguf: bool, data: st.DataObject, seed: int) -> None:
     shape = data.draw(shapes(family, gguf=gguf))

@@ -23,7 +23,7 @@ START, N, GAP = 30, 24, 1e-3
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=4, deadline=None, print_blob=True)
+@settings(max_examples=4, print_blob=True)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_a_shifted_sequence_continues_as_if_it_had_started_there(
     family: str, data: st.DataObject, seed: int

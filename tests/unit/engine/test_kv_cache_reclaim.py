@@ -146,7 +146,7 @@ def test_choices_fork_before_the_prompt_is_reclaimed(caching: bool) -> None:
     assert made.context.n_rows == 100 + 2 + 3 * 149, "the prompt is computed once"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_tokens_equal_those_of_a_lone_request(data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 90))

@@ -235,6 +235,6 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 PrefixMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, print_blob=True, derandomize=True
+    max_examples=200, stateful_step_count=40, print_blob=True, derandomize=True
 )
 TestPrefixMachine = PrefixMachine.TestCase

@@ -159,7 +159,7 @@ notes = st.lists(
 
 
 @given(notes=notes, late=st.integers(-2, 3), repeat=st.integers(1, 3))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_the_spans_cover_the_whole_timeline(notes: list[Any], late: int, repeat: int) -> None:
     timeline, now = TimelineStore(), 100
     timeline.add("a", now)

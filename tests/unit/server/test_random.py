@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
@@ -62,7 +62,7 @@ def bodies(path: str) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("path", MODELS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(data=st.data())
 async def test_no_body_causes_a_server_error(path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(path))
@@ -75,7 +75,7 @@ async def test_no_body_causes_a_server_error(path: str, data: st.DataObject) -> 
         assert answer.json()["error"]["code"]
 
 
-@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True)
 @given(
     texts=st.lists(
         st.text() | st.sampled_from(["\n\n", "\r\n", "data: [DONE]", "\u2028", "天🦙"]), max_size=6

@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from tokenizers import pre_tokenizers
 
 from llaisys.model_info import GgufTokenizer, ModelInfo
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-
-# A loaded machine may be slow.
-settings.register_profile("no-clock", deadline=None)
-settings.load_profile("no-clock")
 
 DATA = Path(__file__).parents[2] / "data"
 

@@ -193,7 +193,7 @@ def test_no_prefix_of_a_call_is_content(format: ToolFormat) -> None:
             assert parsed(tool_parser(format, NAMES), text[:n], cut=True) in ([], [call])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 10_000), max_size=12))
 def test_every_chunking_gives_the_same_parts(
     case: tuple[str, Callable[[], OutputParser], str, list[OutputPart]], positions: list[int]
@@ -206,7 +206,7 @@ PIECES = ("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"', "
 CALL = '{"name": "add", "arguments": {"a": 1}, "parameters": {}}'
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from((*PIECES, CALL)), max_size=14).map("".join),
     st.lists(st.integers(0, 10_000), max_size=12),
@@ -217,7 +217,7 @@ def test_every_chunking_of_any_text_gives_the_same_parts(text: str, positions: l
     assert parsed(make(), cut(text, positions)) == parsed(make(), [text])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.sampled_from('<tol_cal>/ \n{}"a')))
 def test_non_calls_stay_unchanged(text: str) -> None:
     assert "".join(part.text for part in parsed(tool_parser("hermes", NAMES), [text])) == text  # type: ignore[union-attr]
