@@ -31,46 +31,47 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("name", "labels", "value"),
-    [
-        ("vllm:num_requests_running", {}, 0),
-        ("vllm:num_requests_waiting", {}, 0),
-        *(
-            ("vllm:num_requests_waiting_by_reason", {"reason": reason}, 0)
-            for reason in ("capacity", "preempted", "sibling", "remote_kv")
-        ),
-        ("vllm:kv_cache_usage_perc", {}, 0),
-        ("vllm:prompt_tokens_total", {}, 4 * N_PROMPT),
-        ("vllm:generation_tokens_total", {}, 5 + 2 * N_OUTPUT),
-        ("vllm:prefix_cache_queries_total", {}, 4 * N_PROMPT),
-        ("vllm:prefix_cache_hits_total", {}, N_PROMPT - 1),
-        ("vllm:request_success_total", {"finished_reason": "length"}, 4),
-        ("vllm:request_success_total", {"finished_reason": "stop"}, 0),
-        ("vllm:time_to_first_token_seconds_count", {}, 4),
-        ("vllm:e2e_request_latency_seconds_count", {}, 4),
-        ("vllm:request_queue_time_seconds_count", {}, 4),
-        ("vllm:request_prefill_time_seconds_count", {}, 4),
-        ("vllm:request_decode_time_seconds_count", {}, 4),
-        ("vllm:request_inference_time_seconds_count", {}, 4),
-        ("vllm:request_time_per_output_token_seconds_count", {}, 3),
-        ("vllm:request_prompt_tokens_sum", {}, 4 * N_PROMPT),
-        ("vllm:request_generation_tokens_sum", {}, 5 + 2 * N_OUTPUT),
-        ("vllm:request_max_num_generation_tokens_sum", {}, 5 + 2 * N_OUTPUT),
-        ("vllm:request_prefill_kv_computed_tokens_sum", {}, 4 * N_PROMPT - (N_PROMPT - 1)),
-        ("vllm:request_params_n_sum", {}, 4),
-        ("vllm:request_params_max_tokens_sum", {}, 5 + 2 * N_OUTPUT),
-        ("vllm:cache_config_info", {"num_gpu_blocks": str(N_CELLS)}, 1),
-        ("http_requests_total", {"handler": "/v1/completions", "method": "POST", "status": "2xx"}, 3),
-        ("http_request_duration_seconds_count", {"handler": "/v1/completions", "method": "POST"}, 3),
-        ("llaisys:kv_cells", {}, N_CELLS),
-        ("llaisys:kv_cells", {"state": "used"}, 0),
-    ],
-)
-def test_a_metric_of_the_known_load(loaded: Server, name: str, labels: dict[str, str], value: float) -> None:
-    samples = loaded.samples(name, **labels)
-    assert samples, "the metric is missing"
-    assert sum(samples) == value
+# Metrics of the known load: name, labels, and the sum over all other labels.
+METRICS: list[tuple[str, dict[str, str], float]] = [
+    ("vllm:num_requests_running", {}, 0),
+    ("vllm:num_requests_waiting", {}, 0),
+    *(
+        ("vllm:num_requests_waiting_by_reason", {"reason": reason}, 0)
+        for reason in ("capacity", "preempted", "sibling", "remote_kv")
+    ),
+    ("vllm:kv_cache_usage_perc", {}, 0),
+    ("vllm:prompt_tokens_total", {}, 4 * N_PROMPT),
+    ("vllm:generation_tokens_total", {}, 5 + 2 * N_OUTPUT),
+    ("vllm:prefix_cache_queries_total", {}, 4 * N_PROMPT),
+    ("vllm:prefix_cache_hits_total", {}, N_PROMPT - 1),
+    ("vllm:request_success_total", {"finished_reason": "length"}, 4),
+    ("vllm:request_success_total", {"finished_reason": "stop"}, 0),
+    ("vllm:time_to_first_token_seconds_count", {}, 4),
+    ("vllm:e2e_request_latency_seconds_count", {}, 4),
+    ("vllm:request_queue_time_seconds_count", {}, 4),
+    ("vllm:request_prefill_time_seconds_count", {}, 4),
+    ("vllm:request_decode_time_seconds_count", {}, 4),
+    ("vllm:request_inference_time_seconds_count", {}, 4),
+    ("vllm:request_time_per_output_token_seconds_count", {}, 3),
+    ("vllm:request_prompt_tokens_sum", {}, 4 * N_PROMPT),
+    ("vllm:request_generation_tokens_sum", {}, 5 + 2 * N_OUTPUT),
+    ("vllm:request_max_num_generation_tokens_sum", {}, 5 + 2 * N_OUTPUT),
+    ("vllm:request_prefill_kv_computed_tokens_sum", {}, 4 * N_PROMPT - (N_PROMPT - 1)),
+    ("vllm:request_params_n_sum", {}, 4),
+    ("vllm:request_params_max_tokens_sum", {}, 5 + 2 * N_OUTPUT),
+    ("vllm:cache_config_info", {"num_gpu_blocks": str(N_CELLS)}, 1),
+    ("http_requests_total", {"handler": "/v1/completions", "method": "POST", "status": "2xx"}, 3),
+    ("http_request_duration_seconds_count", {"handler": "/v1/completions", "method": "POST"}, 3),
+    ("llaisys:kv_cells", {}, N_CELLS),
+    ("llaisys:kv_cells", {"state": "used"}, 0),
+]
+
+
+def test_metrics_of_the_known_load(loaded: Server) -> None:
+    for name, labels, value in METRICS:
+        samples = loaded.samples(name, **labels)
+        assert samples, f"{name}: the metric is missing"
+        assert sum(samples) == value, (name, labels)
 
 
 def test_metrics_that_depend_on_the_steps(loaded: Server) -> None:

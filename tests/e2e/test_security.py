@@ -1,24 +1,19 @@
-"""The security matrix: every route against every kind of caller, on a server with two keys.
+"""Who may send requests, on a real socket of a server with two keys.
 
-The refusal of a request depends only on its head: Host, then Origin, then the key, then the size. The rows
-are generated from the routes of the server, and each is requested in every variant.
+The refusal of a request depends only on its head: Host, then Origin, then the key, then the size. Each kind
+of route is requested in every variant; `tests/unit/server/test_hosts.py` requests all routes of the server.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 
-from llaisys.config import Config
-from llaisys.server.app import _routes
-from llaisys.server.state import ServerState
 from serving import END_S, Server, long_model, serving
 
 CANARY = "canary-7f3a"
@@ -28,7 +23,6 @@ LIMIT = 100_000
 CHAT = b'{"messages": [{"role": "user", "content": "' + CANARY.encode() + b'"}], "max_tokens": 1}'
 COMPLETION = b'{"prompt": "' + CANARY.encode() + b'", "max_tokens": 1}'
 PROBES = ("/livez", "/health", "/ready")
-BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 
 Header = tuple[str, str]
 
@@ -55,25 +49,16 @@ class Row:
         return f"{self.method} {self.path}"
 
 
-def served() -> list[Row]:
-    """Return a row for each method of each route, so that a new route is a new row."""
-    rows = []
-    waiting: list[Any] = list(_routes(ServerState(Config())).routes)
-    while waiting:
-        route = waiting.pop(0)
-        if (router := getattr(route, "original_router", None)) is not None:
-            waiting = [*router.routes, *waiting]
-            continue
-        path = re.sub(r"\{[^}]*\}", "x", route.path)
-        for method in sorted(route.methods):
-            is_open = path in (*PROBES, "/") and method in ("GET", "HEAD")
-            body = BODIES.get(path, b"{}") if method in ("POST", "PUT") else b""
-            rows.append(Row(method, path, (200,) if path in BODIES else (200, 201, 400, 404), body, is_open))
-    return rows
-
-
-UNKNOWN = [
+# One row for each kind of route: open, with and without a body, and unknown.
+ROWS = [
+    Row("GET", "/livez", (200,), open=True),
+    Row("GET", "/", (200,), open=True),
+    Row("GET", "/v1/models", (200,)),
+    Row("POST", "/v1/chat/completions", (200,), CHAT),
     Row("GET", "/nothing", (404,)),
+]
+# Requests that no route serves, and spellings of paths as only a raw client sends them.
+OTHERS = [
     Row("GET", "/docs", (404,)),
     Row("DELETE", "/v1/models", (405,)),
     Row("POST", "/health", (405,), b"{}"),
@@ -95,7 +80,6 @@ UNKNOWN = [
 ]
 # Above the limit by its declared length; no byte of it is sent.
 LARGE = Row("POST", "/v1/completions", (413,), b"")
-ROWS = [*served(), *UNKNOWN]
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +166,17 @@ def test_no_key_bad_key_good_key(server: Server, row: Row) -> None:
     for headers in ((key(GOOD),), (key(OTHER),), (("authorization", f"bearer {GOOD}  "),)):
         answer = ask(server, row, *headers)
         assert answer.status in row.good, (row.id, answer)
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=[row.id for row in OTHERS])
+def test_unknown_requests_and_other_spellings_need_a_key(server: Server, row: Row) -> None:
+    refusal(ask(server, row), 401, row)
+    if row.path not in PROBES:
+        refusal(ask(server, row, key(GOOD), host=EVIL), 400, row)
+    refusal(ask(server, row, key(GOOD), ("Origin", f"http://{EVIL}")), 403, row)
+    assert ask(server, row, key(GOOD)).status in row.good
     if row.method == "OPTIONS":
-        preflight = [("Access-Control-Request-Method", "POST"), key(GOOD)]
-        refusal(ask(server, row, *preflight), 405, row)
+        refusal(ask(server, row, ("Access-Control-Request-Method", "POST"), key(GOOD)), 405, row)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
@@ -324,7 +316,7 @@ def test_prompts_and_keys_are_not_in_errors_metrics_or_the_log(server: Server) -
 
 def test_no_request_was_a_server_error(server: Server) -> None:
     statuses = server.samples("http_requests_total")
-    assert sum(statuses) > 1000
+    assert sum(statuses) > 200
     assert not server.samples("http_requests_total", status="5xx")
 
 
