@@ -138,10 +138,13 @@ async def test_a_canceled_request_leaves_no_choice_running(
 ) -> None:
     work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
     await asyncio.to_thread(gate.inside.wait, 30)
+    (service,) = services(state)
+    client = service._client
+    assert client is not None
+    await until(lambda: len(client._open) == len(BODIES[COMPLETIONS]["prompt"]))
     await http.post("/v1/requests/cmpl-m/cancel")
     gate.opened.set()
     await work
-    (service,) = services(state)
     await until(lambda: service.stats().engine.finished.get("abort") == 4)
     assert service.stats().engine.num_running == service.stats().engine.num_waiting == 0
 
