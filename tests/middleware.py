@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llaisys.server.http_errors import ApiError
 
 
-def of_a_door(middleware: ASGIApp, *bodies: bytes) -> list[int]:
+def statuses_through(middleware: ASGIApp, *bodies: bytes) -> list[int]:
     """Return the statuses of POST requests in order. None ends before the last has a response."""
 
     async def ask_all() -> list[int]:

@@ -36,7 +36,7 @@ from llaisys.server.listener import bind
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.rate_limits import RateLimitMiddleware
 from llaisys.server.response_body import ResponseBytes
-from middleware import of_a_door, reading
+from middleware import reading, statuses_through
 from server_limits import max_chat_bytes_per_key
 
 ROOT = Path(__file__).parents[2]
@@ -354,12 +354,12 @@ def bodies(**settings: Any) -> BodyLimitMiddleware:
 
 
 def max_body_bytes() -> None:
-    assert of_a_door(bodies(max_body_bytes=3), b"abc") == [200]
-    assert of_a_door(bodies(max_body_bytes=3), b"abcd") == [413]
+    assert statuses_through(bodies(max_body_bytes=3), b"abc") == [200]
+    assert statuses_through(bodies(max_body_bytes=3), b"abcd") == [413]
 
 
 def max_body_bytes_in_flight() -> None:
-    assert of_a_door(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
+    assert statuses_through(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
 
 
 def response_statuses(*sizes: int, **settings: Any) -> list[int]:
@@ -385,7 +385,7 @@ def max_response_bytes_in_flight() -> None:
 
 
 def upload_timeout_s() -> None:
-    assert of_a_door(bodies(upload_timeout_s=0.01), b"never") == [408]
+    assert statuses_through(bodies(upload_timeout_s=0.01), b"never") == [408]
 
 
 def send_timeout_s() -> None:
@@ -395,11 +395,11 @@ def send_timeout_s() -> None:
 
 
 def max_concurrent_requests_per_key() -> None:
-    assert of_a_door(RateLimitMiddleware(reading, 2, None), b"", b"", b"") == [200, 200, 429]
+    assert statuses_through(RateLimitMiddleware(reading, 2, None), b"", b"", b"") == [200, 200, 429]
 
 
 def max_requests_per_minute_per_key() -> None:
-    assert of_a_door(RateLimitMiddleware(reading, None, 2), b"", b"", b"") == [200, 200, 429]
+    assert statuses_through(RateLimitMiddleware(reading, None, 2), b"", b"", b"") == [200, 200, 429]
 
 
 BEHAVIORS: dict[str, Callable[[], None]] = {
