@@ -70,7 +70,7 @@ lint: build ## run rustfmt, clippy, ruff, mypy, stubtest, import rules and house
 check: lint ## run lint and the fast tests (under 3 minutes)
 	cargo test -p llaisys-core --quiet --lib --test kv --test load --test forward
 	npm --prefix webui test --silent
-	$(VENV)/bin/pytest -q tests/unit -n 2 --dist loadfile
+	$(VENV)/bin/pytest -q tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 $(STAMPS)/node-clients: tests/clients/node/package.json tests/clients/node/package-lock.json | $(STAMPS)/tools
 	@npm --prefix tests/clients/node ci --silent --no-audit --no-fund
@@ -81,7 +81,7 @@ test: lint model browser faults-core $(STAMPS)/node-clients ## run every test ex
 	cargo test -p llaisys-core --quiet
 	npm --prefix webui test --silent
 	cargo test -p llaisys-core --quiet --features faults --test faults
-	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and not two_cpus" -n 2 --dist loadfile
+	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and not two_cpus" -n 2 --dist loadfile --no-loadscope-reorder
 	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and two_cpus"
 else
 test: model browser
