@@ -27,6 +27,7 @@ MAX_KL = {"int8": 0.0041, "int4": 0.0121}
 
 
 @pytest.mark.model
+@pytest.mark.long
 def test_a_model_quantized_at_load_stays_close_to_float32(tmp_path: Path) -> None:
     own = Path(resolve_model("smollm2").path)
     source = write_bf16(own, tmp_path / "bf16.gguf", read_tensors(own))
