@@ -31,8 +31,11 @@ class OutputHandler:
         process: Callable[[EngineOutput, float], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`process`: receives an output and the arrival time of its step; returns the bytes it queued for a
-        reader."""
+        """Initialize an empty queue.
+
+        `process` receives an output and the arrival time of its step, and returns the number of bytes that it
+        queued for a reader. Its exceptions go to the event loop's exception handler.
+        """
         self._loop = loop
         self._process = process
         self._clock = clock
@@ -63,13 +66,16 @@ class OutputHandler:
     def _process_chunk(self) -> None:
         self._is_behind = False
         n_outputs = n_bytes = 0
-        while self._steps:
-            arrived_s, outputs = self._steps[0]
-            for output in outputs:
+        try:
+            while self._steps and n_outputs < OUTPUTS_PER_CHUNK and n_bytes < BYTES_PER_CHUNK:
+                arrived_s, outputs = self._steps[0]
+                output = next(outputs, None)
+                if output is None:
+                    self._steps.popleft()
+                    continue
                 n_outputs += 1
                 n_bytes += self._process(output, arrived_s)
-                if n_outputs >= OUTPUTS_PER_CHUNK or n_bytes >= BYTES_PER_CHUNK:
-                    self._is_behind = True
-                    self._loop.call_soon(self._process_chunk)
-                    return
-            self._steps.popleft()
+        finally:
+            if self._steps:  # the chunk is full, or an output could not be processed
+                self._is_behind = True
+                self._loop.call_soon(self._process_chunk)
