@@ -1,7 +1,8 @@
 """AsyncLLM: the asynchronous API to submit, stream, cancel and drain requests, for one event loop.
 
-Data path: `generate` -> EngineClient -> engine -> OutputHandler (one wake of the event loop per step) ->
-OutputProcessor (text, stop strings) -> RequestOutputCollector of the request -> the caller's `async for`.
+Data path: `generate` -> EngineClient -> engine -> OutputHandler -> OutputProcessor -> RequestOutputCollector
+-> the caller's `async for`. The OutputHandler wakes the event loop once per step. The OutputProcessor makes
+text and finds stop strings. Each request has its own RequestOutputCollector.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Serve one model to many concurrent requests. Create it with `start`, and call it on that event loop
+    """Serves one model to many concurrent requests. Create it with `start`, and call it on that event loop
     only.
 
     It owns the open streams (a RequestOutputCollector each), their detokenization state (OutputProcessor) and
@@ -92,10 +93,10 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Resolve the model and, unless `preload` is off, load it. Returns when requests are accepted.
 
-        - `exits`: the watchdog may end this process if both engine and event loop are stuck (for servers).
-        - `tokenizer_pool`: worker processes that render and tokenize with limits; without it threads do so
-          without limits.
-        - `n_clients`: number of clients that share the engine's queue and cache; 1 disables shares.
+        - `exits`: for servers: after a stall, the watchdog ends this process if it is still running.
+        - `tokenizer_pool`: worker processes that render and tokenize within limits. Without it, threads of
+          this process do so without limits.
+        - `n_clients`: number of clients that share the engine's queue and cache. With 1 there are no shares.
 
         Raises RejectedError or UnsupportedError naming the model or the setting.
         """
@@ -168,8 +169,8 @@ class AsyncLLM:
         - `prompt`: text (tokenized off the event loop, with `add_special_tokens`) or token ids.
         - `priority`: lower runs first. `client_id`: the client for fair scheduling. `cache_salt`: only
           requests with the same salt share cached prefixes.
-        - `session_id`: the client's session, created if new, which keeps the request's KV at its end; of
-          several choices the first's. The prompt is still the whole conversation.
+        - `session_id`: the client's session, which is created if it is new. It keeps the KV of the request,
+          or of the first of several choices. The prompt must still be the whole conversation.
         - `pooling`: compute the prompt's embedding instead of a completion. The only delta has the embedding
           and the finish reason `stop`; of `params` only `truncate_prompt_tokens` applies.
         - With `n` > 1 a delta has the choices that changed, by their `index`.
@@ -279,8 +280,9 @@ class AsyncLLM:
         return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
 
     def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser | None:
-        """Return a parser of one choice for reasoning, content and calls of these tools; None: all is
-        content.
+        """Return a parser of one choice for reasoning, content and calls of these tools.
+
+        None if there is nothing to parse, so that the whole completion is content.
 
         A completion under a grammar has no reasoning.
         """
@@ -360,12 +362,11 @@ class AsyncLLM:
         return None if self._client is None else self._client.queue_full_error(client_id)
 
     def is_stuck(self) -> bool:
-        """Return True once the watchdog has given up an engine in this process; the process should exit
-        then."""
+        """Return True once the watchdog has found the engine stuck; this process should then exit."""
         return self._client is not None and self._client.is_stuck
 
     def is_lost(self) -> bool:
-        """Return True once the engine is dead and is not restarted; a server should exit then."""
+        """Return True once the engine is dead and is not restarted; a server should then exit."""
         return self._client is not None and self._client.is_lost
 
     def beat(self) -> None:
@@ -456,27 +457,27 @@ class AsyncLLM:
         with self._engine.acquired():
             return await asyncio.wrap_future((await self._engine.get()).call_session(call))
 
-    def _process_output(self, event: EngineOutput, now_s: float) -> int:
-        """Put an engine output that arrived at `now_s` into its stream's collector; drop it after the
-        stream's end.
+    def _process_output(self, output: EngineOutput, now_s: float) -> int:
+        """Put an engine output that arrived at `now_s` into its stream's collector.
 
-        Return by how many bytes the collector has grown.
+        An output for a stream or a choice that has ended is dropped. Return the number of bytes added to the
+        collector.
         """
-        request_id = event.request_id
+        request_id = output.request_id
         collector = self._collectors.get(request_id)
         if collector is None or request_id not in self._processor:
             return 0
-        if event.error is not None:  # an error of one choice ends the request
+        if output.error is not None:  # an error of one choice ends the request
             self._processor.discard(request_id)
-            if not event.last:
+            if not output.last:
                 self._cancel(request_id)
-            collector.fail(event.error)
-            reason = event.finish_reason or FinishReason.ERROR
+            collector.fail(output.error)
+            reason = output.finish_reason or FinishReason.ERROR
             self._request_stats.record_end(request_id, reason.value, now_s)
             return 0
-        if not self._processor.expects(event):  # the choice has ended at a stop string
+        if not self._processor.expects(output):  # the choice has ended at a stop string
             return 0
-        delta = self._processor.process(event)
+        delta = self._processor.process(output)
         completion = delta.outputs[0]
         if delta.embedding is None:
             self._request_stats.record_tokens(delta, now_s)
@@ -489,8 +490,8 @@ class AsyncLLM:
             collector.fail(SlowReaderError(f"the reader fell more than {COLLECTOR_BYTES_MAX} bytes behind"))
             self._request_stats.record_end(request_id, FinishReason.ERROR.value, now_s)
         elif completion.finish_reason is not None:
-            if event.finish_reason is None:  # a stop string, which the engine does not see
-                self._cancel(request_id, event.index)
+            if output.finish_reason is None:  # a stop string, which the engine does not see
+                self._cancel(request_id, output.index)
             if delta.finished:
                 self._request_stats.record_end(request_id, completion.finish_reason, now_s)
         return collector.num_bytes - n_before

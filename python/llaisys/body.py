@@ -58,19 +58,19 @@ def _check_bounds(value: Any) -> None:
             if depth > depth_max:
                 raise RejectedError(f"{name[:64]} is nested more than {depth_max} deep", param=name[:64])
             if n_containers > CONTAINERS_MAX or n_ids > VALUES_MAX or n_others > OTHER_VALUES_MAX:
-                most = f"{CONTAINERS_MAX} lists and objects, {VALUES_MAX} ids, {OTHER_VALUES_MAX} others"
-                raise RejectedError(f"{name[:64]} brings the body over {most}", param=name[:64])
+                bounds = f"{CONTAINERS_MAX} lists and objects, {VALUES_MAX} ids, {OTHER_VALUES_MAX} others"
+                raise RejectedError(f"{name[:64]} makes the body exceed {bounds}", param=name[:64])
             level = [child for each in level for child in _items(each) if isinstance(child, dict | list)]
 
 
 def read_body(raw: bytes, model: str | None) -> tuple[Any, InvalidField | None]:
     """Return the value of a JSON text, and its first invalid field for this model. One of them is None.
 
-    `model`: a subclass of BaseModel as `module:class`, which is imported; None: any value is valid.
+    `model` names a subclass of BaseModel as `module:class`, which is imported. With None, any value is valid.
     Raises the errors of `parse_body`.
     """
     value = json.loads(raw)
-    if model is not None:  # first, because its errors name the bound of the field
+    if model is not None:  # before the bounds of the body, because its errors name the bound of a field
         module, _, name = model.partition(":")
         body: type[BaseModel] = getattr(importlib.import_module(module), name)
         try:

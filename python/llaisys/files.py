@@ -1,5 +1,4 @@
-"""Opens files that a setting names or that are in a model folder. Never blocks; accepts regular files
-only."""
+"""Opens regular files that a setting names or that are in a model folder, without blocking."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""GrammarTrials: tries each grammar in a worker process that may be killed, before a request with it is
-accepted.
+"""GrammarTrials: tries each grammar in a worker process that may be killed, before a request may use it.
 
 Compiling is the only way to determine the cost of a grammar, and it cannot be interrupted. A grammar that
 compiles within the limits there may be compiled in a serving process.
@@ -26,8 +25,8 @@ LIMITS = JobLimits(cpu_s=0.5, memory_bytes=64 << 20, cpu_s_per_byte=2e-6, memory
 WAITING_MAX = 512
 RESULTS_MAX = 1024
 _TEXTS = {
-    "tokens": JobText("reading the tokenizer for grammars", "structured_outputs"),
-    "try": JobText("compiling it and following it for some tokens", "structured_outputs"),
+    "load_tokenizer": JobText("reading the tokenizer for grammars", "structured_outputs"),
+    "try_grammar": JobText("compiling it and following it for some tokens", "structured_outputs"),
 }
 
 
@@ -41,7 +40,10 @@ class GrammarTrials:
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._pool = JobPool("llaisys.engine.grammar_worker", 1, LIMITS, _TEXTS, name="grammar")
         self._pool.add_preparation(
-            "tokens", tokenizer.tokenizer_json, list(tokenizer.eos_token_ids), tokenizer.vocab_size
+            "load_tokenizer",
+            tokenizer.tokenizer_json,
+            list(tokenizer.eos_token_ids),
+            tokenizer.vocab_size,
         )
         self._results: OrderedDict[bytes, LlaisysError | None] = OrderedDict()
         self._clients: dict[str, _Client] = {}
@@ -50,9 +52,9 @@ class GrammarTrials:
     async def check(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
         """Return normally if requests may use this grammar.
 
-        Raises RejectedError naming the field of `structured_outputs` and the limit, UnsupportedError for a
-        model without support for grammars, QueueFullError if WAITING_MAX grammars of the client wait. Each
-        client has one trial at a time, so a trial waits for one trial of each other client at most.
+        Raises RejectedError naming the field of `structured_outputs` and the limit, or UnsupportedError for a
+        model without support for grammars. Raises QueueFullError if WAITING_MAX grammars of the client wait.
+        Each client has one trial at a time, so a trial waits for one trial of each other client at most.
         """
         key = _key(spec, client_id)
         if key not in self._results:
@@ -74,12 +76,12 @@ class GrammarTrials:
         self._raise_error(key)
 
     def check_now(self, spec: StructuredOutputsParams) -> None:
-        """Run `check` without an event loop; blocks."""
+        """Check a grammar as `check` does, without an event loop. Blocks until the trial has ended."""
         key = _key(spec, "")
         with self._lock:
             if key not in self._results:
                 try:
-                    self._pool.call("try", _plain(spec))
+                    self._pool.call("try_grammar", _plain(spec))
                 except (RejectedError, UnsupportedError) as error:
                     self._store(key, _with_field(error, spec))
                 else:
@@ -92,7 +94,7 @@ class GrammarTrials:
 
     async def _try(self, spec: StructuredOutputsParams) -> LlaisysError | None:
         try:
-            await self._pool.run("try", _plain(spec))
+            await self._pool.run("try_grammar", _plain(spec))
         except (RejectedError, UnsupportedError) as error:
             return _with_field(error, spec)
         return None

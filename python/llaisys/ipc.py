@@ -30,8 +30,7 @@ class FrameError(Exception):
 
 
 class Channel:
-    """One end of the pair. `send` and `wake` may be called on any thread, the rest only on the receiving
-    thread.
+    """One end of the pair. Only `send` and `wake` may be called on other threads than the receiving one.
 
     While the receiving thread waits, it sends for the other threads. The kernel runs the reader of a socket
     on the CPU of the sending thread, which must not be the CPU of an engine's steps.
@@ -44,9 +43,8 @@ class Channel:
         """Take ownership of the socket `end`; `close` closes it."""
         end.setblocking(False)
         self._socket = end
-        self._lock = (
-            threading.Lock()
-        )  # protects the outgoing frames, and the descriptors from being closed during a `send`
+        # Protects the outgoing frames, and the descriptors from being closed during a `send`.
+        self._lock = threading.Lock()
         self._outgoing: deque[memoryview] = deque()
         self._num_queued_bytes = 0
         self._closed = False
@@ -60,9 +58,9 @@ class Channel:
         self._poll.register(self._wakeup, select.POLLIN)
 
     @classmethod
-    def inherited(cls, number: int) -> Channel:
-        """Return the end that the parent has passed to this process as file descriptor `number`."""
-        end = socket.socket(fileno=number)
+    def inherited(cls, fd: int) -> Channel:
+        """Return the end that the parent has passed to this process as file descriptor `fd`."""
+        end = socket.socket(fileno=fd)
         end.set_inheritable(False)
         return cls(end)
 
@@ -88,7 +86,7 @@ class Channel:
             if not self._is_waiting:
                 self._send_queued()
             if self._num_queued_bytes > QUEUED_BYTES_MAX:
-                self._give_up()
+                self._disconnect()
             if self._is_waiting and self._outgoing:
                 os.eventfd_write(self._wakeup, 1)
 
@@ -99,15 +97,15 @@ class Channel:
                 self._woken = True
                 os.eventfd_write(self._wakeup, 1)
 
-    def watch(self, number: int, is_ready: Callable[[], object]) -> None:
-        """Call `is_ready` in `receive` whenever a file descriptor is readable or closed, until `unwatch`."""
-        self._watched[number] = is_ready
-        self._poll.register(number, select.POLLIN)
+    def watch(self, fd: int, on_ready: Callable[[], object]) -> None:
+        """Call `on_ready` in `receive` whenever a file descriptor is readable or closed, until `unwatch`."""
+        self._watched[fd] = on_ready
+        self._poll.register(fd, select.POLLIN)
 
-    def unwatch(self, number: int) -> None:
-        """Undo `watch`."""
-        del self._watched[number]
-        self._poll.unregister(number)
+    def unwatch(self, fd: int) -> None:
+        """Stop watching a file descriptor."""
+        del self._watched[fd]
+        self._poll.unregister(fd)
 
     def receive(self, timeout_s: float | None = None) -> list[bytes]:
         """Wait for complete frames and return them; none after `timeout_s` or a `wake`.
@@ -159,8 +157,8 @@ class Channel:
             self._send_queued()
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
-        for number in self._watched.keys() & ready.keys():
-            self._watched[number]()
+        for fd in self._watched.keys() & ready.keys():
+            self._watched[fd]()
         return ready
 
     def _read(self) -> list[bytes]:
@@ -196,7 +194,7 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:  # the peer has died, which `receive` reports
-                self._give_up()
+                self._disconnect()
                 return
             self._num_queued_bytes -= n_bytes
             if n_bytes == len(frame):
@@ -204,9 +202,11 @@ class Channel:
             else:
                 self._outgoing[0] = frame[n_bytes:]
 
-    def _give_up(self) -> None:
-        """Shut the connection down, because no frame may follow a lost one. Received frames can still be
-        read."""
+    def _disconnect(self) -> None:
+        """Drop the queued frames and disconnect, because no frame may follow a lost one.
+
+        Received frames can still be read.
+        """
         self._drop_queued()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)

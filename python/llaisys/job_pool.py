@@ -37,9 +37,10 @@ Job: TypeAlias = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class JobText:
-    """The error text of a job that exceeds its limits: `what` "takes more than 2 s of CPU time".
+    """The error text of a job that exceeds its limits.
 
-    `param`: the field of the request.
+    - `what`: the subject of the sentence, before "takes more than 2 s of CPU time".
+    - `param`: the field of the request; None if it is the whole body.
     """
 
     what: str
@@ -55,9 +56,10 @@ class JobPool:
     def __init__(
         self, module: str, n_processes: int, limits: JobLimits, texts: Mapping[str, JobText], *, name: str
     ) -> None:
-        """`texts`: the error text of each job.
+        """Initialize the pool; the first job starts a process.
 
-        `name`: the name of the processes and their threads, also in the log.
+        - `texts`: the error texts by job name.
+        - `name`: the name of the processes and their threads, also in the log.
         """
         self._preparations: list[Job] = []
         self._processes = [
@@ -110,13 +112,13 @@ class JobPool:
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """Close from any thread; blocks."""
+        """Stop the processes from any thread. Blocks until they have ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run a job from any thread; blocks. See `run`."""
+        """Run a job as `run` does, from any thread. Blocks until it has ended."""
         process = self._idle.get()
         try:
             return process.call(name, arguments)
@@ -147,7 +149,7 @@ class _WorkerProcess:
         self._closed = False
 
     def ensure(self, num_prepared: int) -> None:
-        """Ensure that the process is running and has run this many preparations."""
+        """Start the process unless it is running; run its first `num_prepared` preparations."""
         with self._lock:
             self._ensure(num_prepared)
 

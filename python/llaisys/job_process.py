@@ -25,13 +25,16 @@ from llaisys.ipc import FRAME_BYTES_MAX, Channel
 # The type of the table JOBS of a module: job name -> function of plain values that returns a plain value.
 Jobs: TypeAlias = Mapping[str, Callable[..., Any]]
 
-_PAGE = resource.getpagesize()
+# `trim` runs after jobs with more bytes, because the C library may keep hundreds of MiB of free memory.
+TRIM_ABOVE_BYTES = 64 << 10
+_PAGE_BYTES = resource.getpagesize()
+# The prefix of a value that is encoded as JSON: a byte that no msgpack value begins with.
+_JSON = b"\xc1"
 
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """Limits of one job: CPU seconds and bytes of new memory, plus an amount of both per byte of
-    arguments."""
+    """Limits of one job: CPU seconds and bytes of new memory, and the addition to both per argument byte."""
 
     cpu_s: float
     memory_bytes: int
@@ -66,15 +69,8 @@ def decode(raw: bytes) -> Any:
     return msgspec.msgpack.decode(raw)
 
 
-# `trim` runs after jobs with more bytes, because the C library may keep hundreds of MiB of free memory.
-TRIM_ABOVE_BYTES = 64 << 10
-# A byte that no msgpack value begins with.
-_JSON = b"\xc1"
-
-
-def main(number: int, module: str, limits: tuple[float, int, float, int]) -> None:
-    """Serve the socket with file descriptor `number` until its other end is closed. `module` has the table
-    JOBS.
+def main(fd: int, module: str, limits: tuple[float, int, float, int]) -> None:
+    """Run the jobs of the table JOBS of `module`. Serve the socket `fd` until its other end is closed.
 
     A job is `[name, arguments]`. The reply is `["ok", result]`, `["memory"]`, `["failed", class]`, or for a
     LlaisysError `["error", class, message, param]`.
@@ -82,7 +78,7 @@ def main(number: int, module: str, limits: tuple[float, int, float, int]) -> Non
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these
         signal.signal(signal_number, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the panic message of a library may contain its input
-    channel = Channel.inherited(number)
+    channel = Channel.inherited(fd)
     jobs: Jobs = importlib.import_module(module).JOBS
     try:
         channel.send(encode(["ok", None]))
@@ -129,7 +125,7 @@ def _run_job(jobs: Jobs, raw: bytes, limits: JobLimits) -> bytes:
 def _limit(cpu_s: float, memory_bytes: int) -> None:
     """Set the limits of the next job. The memory limit is on address space in addition to that in use now."""
     with open("/proc/self/statm", "rb") as file:
-        used = int(file.read().split(maxsplit=1)[0]) * _PAGE
+        used = int(file.read().split(maxsplit=1)[0]) * _PAGE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, _soft(used + memory_bytes))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 

@@ -58,7 +58,7 @@ class LazyEngine:
         self._n_users += 1
 
     def release(self) -> None:
-        """Undo one `acquire`; the last `release` starts the idle time."""
+        """End one `acquire`. The idle time starts with the last `release`."""
         self._n_users -= 1
         self._start_idling()
 

@@ -157,20 +157,21 @@ class LLM:
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Return the completions in the order of the prompts; with `stream`, an iterator over deltas.
 
-        - `prompts`: one or several of: text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids.
-        - `sampling_params`: one for all, or one per prompt; None: the model's defaults.
-        - `session_id`: the session, created if new, which keeps a request's KV at its end: one for one
-          prompt, or one per prompt; "" for none. The prompt is still the whole conversation.
-        - `stream`: each item is a delta of one choice: the new `text`, `token_ids` and `logprobs` of its one
-          output. Deltas of several prompts are interleaved; request ids ascend in the order of the prompts.
-          Nothing is submitted before the first item. Closing the iterator cancels open requests.
+        - `prompts`: one prompt or several, each as text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or
+          token ids.
+        - `sampling_params`: one for all prompts, or one per prompt. None selects the model's defaults.
+        - `session_id`: one session name per prompt, "" for no session. A new name creates a session, which
+          keeps the request's KV. The prompt must still be the whole conversation.
+        - `stream`: each item is a delta of one choice, whose one output has the new `text`, `token_ids` and
+          `logprobs`. Deltas of several prompts are interleaved; request ids ascend in the order of the
+          prompts. Nothing is submitted before the first item. Closing the iterator cancels open requests.
 
-        All prompts are validated before any runs: RejectedError names the field, ContextLengthError both
-        lengths. A request that fails or times out does not stop the others: its `finish_reason` is `error` or
-        `timeout`, and the log has the cause. Raises EngineDeadError if the engine dies.
+        All prompts are validated before any of them runs. RejectedError names the field, ContextLengthError
+        both lengths. A request that fails or times out does not stop the others. Its `finish_reason` is
+        `error` or `timeout`, and the log has the cause. Raises EngineDeadError if the engine dies.
         """
         texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        prepared = self._checked(texts_and_ids, sampling_params, session_id)
+        prepared = self._prepare(texts_and_ids, sampling_params, session_id)
         return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     @overload
@@ -216,10 +217,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Complete one conversation or several, rendered with the model's chat template; otherwise as
-        `generate`.
+        """Complete one conversation or several, rendered with the model's chat template.
 
-        Raises UnsupportedError if the model has no template.
+        Otherwise like `generate`. Raises UnsupportedError if the model has no template.
         """
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if one else list(messages)
@@ -231,7 +231,7 @@ class LLM:
         }
         self._check_open()
         rendered = [self._model.chat_prompt(conversation, options) for conversation in conversations]
-        prepared = self._checked([*rendered], sampling_params, session_id)
+        prepared = self._prepare([*rendered], sampling_params, session_id)
         return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     def close(self) -> None:
@@ -259,19 +259,21 @@ class LLM:
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
             if not isinstance(prompt.get("prompt"), str):
-                raise RejectedError("a prompt needs 'prompt' or 'prompt_token_ids'", param="prompts")
+                raise RejectedError(
+                    "a prompt object needs 'prompt' (text) or 'prompt_token_ids'", param="prompts"
+                )
             prompt = str(prompt["prompt"])
         if isinstance(prompt, str):
             return prompt, self._model.tokenizer.encode(prompt, add_special_tokens=True)
         return None, _ids(prompt)
 
-    def _checked(
+    def _prepare(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: ParamsOrList | None,
         session_id: str | Sequence[str],
     ) -> list[_PreparedPrompt]:
-        """Return validated prompts. Raises as `generate` does."""
+        """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
         params = self._params(sampling_params, len(prompts))
         sessions = _sessions(session_id, len(prompts))
         prepared = [
@@ -295,7 +297,7 @@ class LLM:
         self, prepared: Sequence[_PreparedPrompt], *, stream: bool, use_tqdm: bool
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         deltas = self._deltas(prepared, use_tqdm=use_tqdm)
-        return deltas if stream else _merged(prepared, deltas)
+        return deltas if stream else _merge_deltas(prepared, deltas)
 
     def _deltas(self, prepared: Sequence[_PreparedPrompt], *, use_tqdm: bool) -> Iterator[RequestOutput]:
         """Run the requests. The generator refers to `self`, so the engine is not freed while it is read."""
@@ -323,8 +325,7 @@ class LLM:
 
 
 class _Router:
-    """Routes outputs from the engine thread to the calls of `generate`, and bounds the number of open
-    requests.
+    """Routes outputs from the engine thread to the calls of `generate`; bounds the number of open requests.
 
     A call acquires a permit before it submits a request; the request's last output releases it.
     """
@@ -334,8 +335,7 @@ class _Router:
         self._readers: dict[RequestId, queue.SimpleQueue[EngineOutput]] = {}
 
     def register(self, request_id: RequestId, reader: queue.SimpleQueue[EngineOutput], *, wait: bool) -> bool:
-        """Acquire a permit and register the reader. Return False if there is no permit and `wait` is
-        False."""
+        """Acquire a permit and register the reader. Without `wait`, return False if no permit is free."""
         if not self._permits.acquire(blocking=wait):
             return False
         self._readers[request_id] = reader
@@ -368,8 +368,10 @@ class _GenerateCall:
     def deltas(
         self, prepared: Sequence[_PreparedPrompt], progress: tqdm[NoReturn]
     ) -> Iterator[RequestOutput]:
-        """Yield deltas in the order of the engine. An error, Ctrl-C or closing the iterator cancels open
-        requests."""
+        """Yield deltas in the order of the engine's outputs.
+
+        An error, Ctrl-C or closing the iterator cancels open requests.
+        """
         queued = deque(prepared)
         try:
             while queued or self._open:
@@ -411,28 +413,30 @@ class _GenerateCall:
         self._open.add(prompt.request_id)
         return True
 
-    def _process(self, event: EngineOutput) -> RequestOutput | None:
+    def _process(self, output: EngineOutput) -> RequestOutput | None:
         """Return the delta of an output, or None if a stop string has already ended its request or choice."""
-        if event.request_id not in self._open:
+        if output.request_id not in self._open:
             return None
-        if isinstance(event.error, EngineDeadError):
-            self._open.remove(event.request_id)
-            raise event.error
-        if not self._processor.expects(event):
+        if isinstance(output.error, EngineDeadError):
+            self._open.remove(output.request_id)
+            raise output.error
+        if not self._processor.expects(output):
             return None
-        if event.error is not None:
-            log.error("request %s: %s", event.request_id, event.error)
-        delta = self._processor.process(event)
+        if output.error is not None:
+            log.error("request %s: %s", output.request_id, output.error)
+        delta = self._processor.process(output)
         if delta.prompt_logprobs is not None:
             delta.prompt_logprobs = list(delta.prompt_logprobs)
-        if event.finish_reason is None and delta.outputs[0].finish_reason is not None:
-            self._client.cancel(event.request_id, event.index)
+        if output.finish_reason is None and delta.outputs[0].finish_reason is not None:
+            self._client.cancel(output.request_id, output.index)
         if delta.finished:
-            self._open.remove(event.request_id)
+            self._open.remove(output.request_id)
         return delta
 
 
-def _merged(prepared: Sequence[_PreparedPrompt], deltas: Iterator[RequestOutput]) -> list[RequestOutput]:
+def _merge_deltas(
+    prepared: Sequence[_PreparedPrompt], deltas: Iterator[RequestOutput]
+) -> list[RequestOutput]:
     """Return whole completions in the order of the prompts."""
     merged = {
         prompt.request_id: empty_output(prompt.request_id, prompt.text, prompt.ids, prompt.params.n)
@@ -466,7 +470,9 @@ def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
     for name in named:
         check_name(name)
     if len(named) > len(set(named)):
-        raise RejectedError("session_id has a session twice; each needs its own prompt", param="session_id")
+        raise RejectedError(
+            "session_id names a session twice; name a different one for each prompt", param="session_id"
+        )
     return sessions
 
 

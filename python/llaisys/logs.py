@@ -1,4 +1,4 @@
-"""Logging of a process: lines go to stderr through a bounded buffer and a thread.
+"""Logging of a process: lines are written to stderr through a bounded buffer and a thread.
 
 So a stopped reader (a full pipe) never blocks the code that logs.
 """
@@ -65,12 +65,12 @@ class LineWriter:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Wait until everything is written, for at most `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds until everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._n_bytes, timeout_s)
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Stop the thread when everything is written; wait for at most `timeout_s` seconds."""
+        """Stop the thread when everything is written; wait for it up to `timeout_s` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -108,7 +108,7 @@ def _dropped_line(n_lines: int) -> bytes:
 
 
 class LineHandler(logging.Handler):
-    """Formats records in the caller's thread and hands the text to a LineWriter."""
+    """Formats records in the caller's thread and queues the text in a LineWriter."""
 
     def __init__(self, writer: LineWriter, line_format: str = FORMAT) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class LineHandler(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """logging."""
+        """Queue the formatted record; called by `logging`."""
         try:
             line = self.format(record)
         except Exception:  # noqa: BLE001 -- an invalid log record must not raise in its caller
@@ -124,7 +124,7 @@ class LineHandler(logging.Handler):
         self._writer.write(line)
 
     def flush(self) -> None:
-        """Flush the writer; called by logging.shutdown at exit."""
+        """Flush the writer; called by `logging.shutdown` at exit."""
         self._writer.flush()
 
 
@@ -144,7 +144,7 @@ class RepeatFilter(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """logging."""
+        """Return False for a message that was logged in this interval; called by `logging`."""
         text = record.getMessage()
         key = (record.name, text.partition("\n")[0], record.exc_info and record.exc_info[0])
         now_s = self._clock()

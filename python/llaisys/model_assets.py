@@ -1,5 +1,4 @@
-"""ModelAssets: everything of a model except its weights (metadata, tokenizer, chat template, sampling
-defaults)."""
+"""ModelAssets: metadata, tokenizer, chat template and sampling defaults of a model; not its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ class ModelAssets:
 
     - `name`: the name of the model unless `served_model_name` is set.
     - `sampling_defaults`: SamplingParams fields from `generation_config.json` or the list of embedded models.
-    - `pooling`: the pooling type from the setting or the checkpoint; it may be unsupported.
+    - `pooling`: the pooling type from the setting or the checkpoint. It may be unsupported, which
+      `embedding_pooling` checks.
     """
 
     name: str
@@ -72,10 +72,6 @@ class ModelAssets:
         eos = tuple(info.eos_token_ids)
         return GrammarCompiler(GrammarTokenizer(self.tokenizer.to_json(), eos, info.vocab_size))
 
-    def warm_up(self) -> None:
-        """Use the tokenizer once, so that no request waits for the state that its first use builds."""
-        self.tokenizer.decode(self.tokenizer.encode("Hello, world", add_special_tokens=True), True)
-
 
 def load_model_assets(config: Config) -> ModelAssets:
     """Resolve `config.model`, read everything except the weights, and validate the session store.
@@ -100,5 +96,5 @@ def load_model_assets(config: Config) -> ModelAssets:
         sampling_defaults=defaults,
         pooling=model_pooling(info) if config.pooling_type == "auto" else config.pooling_type,
     )
-    model.warm_up()
+    model.tokenizer.warm_up()
     return model

@@ -52,7 +52,7 @@ class CudaInfo:
 
     @property
     def usable(self) -> bool:
-        """Whether kernels can be compiled and run."""
+        """True if kernels can be compiled and run."""
         return self.reason is None
 
 
@@ -61,14 +61,14 @@ class ModelInfo:
     """Metadata of a checkpoint, read from its headers without loading the weights.
 
     - `weight_bytes`: size of the weights in the files.
-    - `packed_bytes`: size in memory for each `dtype` setting ("auto", "float32", "bfloat16") and each
-      `quantization` ("int8", "int4"; for float checkpoints).
-    - `screen_bytes`: likewise for the 8-bit copy of the lm_head that `screen_lm_head` adds.
+    - `packed_bytes`: size in memory for each `dtype` setting ("auto", "float32", "bfloat16") and, of float
+      checkpoints, each `quantization` ("int8", "int4").
+    - `screen_bytes`: the size of the 8-bit copy of the lm_head that `screen_lm_head` adds, likewise.
     - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
       of all layers.
     - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
       `repetition_penalty`).
-    - `tokenizer`: set for a GGUF; a folder has a `tokenizer.json` instead.
+    - `tokenizer`: the tokenizer of a GGUF. None for a folder, which has a `tokenizer.json` instead.
     - `pooling_type`: llama.cpp's number in a GGUF, else None.
     """
 

@@ -22,13 +22,12 @@ COLLECTOR_BYTES_MAX = 176 * 1024
 _LOGPROB_BYTES = 80
 _LOGPROB_BYTES_PER_BYTE = 8
 _ID_BYTES = 8
-# The newest intervals of reader lag that are kept.
+# Maximum number of reader lags that are kept; the oldest are dropped.
 N_LAGS_MAX = 256
 
 
 class RequestOutputCollector:
-    """Holds at most one delta; later ones are merged into it, so the completion does not depend on the
-    reader.
+    """Has at most one undelivered delta. Later deltas are merged into it, so no reader changes a completion.
 
     A delta that the reader has received counts toward the bound until the next `get`, because it is still
     being sent to a client. The reader lags from the arrival of an output outside `get` until its next `get`:
@@ -103,8 +102,11 @@ class RequestOutputCollector:
 
 
 def _size(delta: RequestOutput) -> int:
-    """Return an upper bound of a delta's bytes in a response. Prompt logprobs come once and are not counted:
-    they have their own bound (`engine.limits.PROMPT_LOGPROBS_MAX`)."""
+    """Return an upper bound of a delta's bytes in a response.
+
+    Prompt logprobs are in one delta only and are not counted, because they have their own bound
+    (`engine.limits.PROMPT_LOGPROBS_MAX`).
+    """
     n_bytes = 0
     for completion in delta.outputs:
         quoted = json.dumps(completion.text, ensure_ascii=False)

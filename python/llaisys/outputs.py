@@ -11,7 +11,7 @@ RequestId: TypeAlias = str
 
 
 class FinishReason(str, Enum):
-    """Why a request ended. `STOP` and `LENGTH` are OpenAI's; `ABORT` is in the Python API only."""
+    """The reason why a request ended. `STOP` and `LENGTH` are OpenAI's; `ABORT` is in the Python API only."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -31,7 +31,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a request: a delta while streaming, else the whole completion."""
+    """One completion of a request, or a delta of it while streaming."""
 
     index: int
     text: str
@@ -61,7 +61,7 @@ class CompletionUsage:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The output of a request, shaped as vLLM's.
+    """The output of a request, with vLLM's fields and some additional ones.
 
     - `prompt_logprobs`, if requested: one entry per prompt token, None for the first.
     - `embedding`, if requested in place of a completion: `[d_model]` float32, little endian, L2 norm 1.

@@ -10,10 +10,10 @@ from llaisys.text.tokenizer import Tokenizer
 
 
 def truncate_prompt(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """Return the last `truncate_prompt_tokens` ids; for -1, as many as leave space for `max_tokens` (1 if
-    None).
+    """Return the last `truncate_prompt_tokens` ids of a prompt, or all if it is None. Idempotent.
 
-    Idempotent.
+    For -1, return as many as leave space for `max_tokens` (1 if None) in the context of `max_model_len`
+    tokens.
     """
     n_kept = params.truncate_prompt_tokens
     if n_kept is None:
@@ -34,6 +34,8 @@ def tokenize_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tupl
         for text in (bare, f" {bare}"):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             if not (bare and ids):
-                raise RejectedError("bad_words has a word without a token", param="bad_words")
+                raise RejectedError(
+                    "bad_words has an empty word, or one that the tokenizer drops", param="bad_words"
+                )
             sequences[ids] = None
     return tuple(sequences)

@@ -24,10 +24,10 @@ class ModelRegistry:
 
     @classmethod
     async def start(cls, config: Config, *, n_clients: int = 1) -> ModelRegistry:
-        """Open every model, one after the other, and load those with `preload`. For servers only: a stuck
-        engine ends the process. `n_clients`: clients with shares, as in `AsyncLLM.start`.
+        """Open every model, one after the other, and load those with `preload`.
 
-        Raises RejectedError or UnsupportedError naming the model or the setting, after closing all models.
+        For servers only, because a stuck engine ends the process. `n_clients`: as in `AsyncLLM.start`. Raises
+        RejectedError or UnsupportedError naming the model or the setting, after closing all models.
         """
         services: list[AsyncLLM] = []
         tokenizer_pool = TokenizerPool()
@@ -44,12 +44,14 @@ class ModelRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return every served name."""
+        """Every served name."""
         return tuple(self._by_name)
 
     def find(self, name: str | None) -> AsyncLLM | None:
-        """Return the service with a name; None, empty and `default` mean the first. None for an unknown
-        name."""
+        """Return the service with a name, or None if the name is unknown.
+
+        None, "" and `default` select the first service.
+        """
         if not name or (name == "default" and name not in self._by_name):
             return self.services[0]
         return self._by_name.get(name)
@@ -78,8 +80,7 @@ class ModelRegistry:
         return min(known, key=lambda each: each.retry_after_s) if len(known) == len(refusals) else None
 
     def is_stuck(self) -> bool:
-        """Return True once the watchdog has given up an engine of this process; the process should then
-        exit."""
+        """Return True once the watchdog has found an engine stuck; this process should then exit."""
         return any(service.is_stuck() for service in self.services)
 
     def is_lost(self) -> bool:

@@ -1,5 +1,4 @@
-"""SamplingParams: how one request is sampled, with its bounds, and StructuredOutputsParams: its
-constraint."""
+"""SamplingParams and StructuredOutputsParams: how one request is sampled and constrained, with the bounds."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class SamplingParams:
     Raises RejectedError naming the field and its bound. `stop`, `stop_token_ids`, `logit_bias` and
     `bad_words` accept None, vLLM's default, as empty.
 
-    - `n`: number of completions of the prompt, which is computed once; up to the engine's `max_num_seqs`.
+    - `n`: number of completions, up to the engine's `max_num_seqs`. The prompt is computed once.
     - `temperature`: 0 is greedy (argmax, lowest id on a tie).
     - `top_k`: 0 or -1 disables it. `top_p`, `min_p`, `typical_p`: probabilities, 0 to 1.
     - `repetition_penalty` counts prompt and completion; `presence_penalty` and `frequency_penalty` count the
@@ -102,11 +101,13 @@ class SamplingParams:
     - `logit_bias`: token id -> value added to the logit, -100 to 100.
     - `structured_outputs`: the constraint of the completion. Not with `ignore_eos` or `min_tokens`, which
       continue after the end of the grammar, nor with `allowed_token_ids`, which may leave no token.
-    - `allowed_token_ids`: only these are sampled. `bad_words`: texts that are never sampled, with and without
-      a leading space; the last token of one is masked where its other tokens were just sampled. If these, a
-      grammar or `min_tokens` leave no token, the request ends with RejectedError.
-    - `truncate_prompt_tokens`: k uses the last k tokens of the prompt; -1 uses as many as leave space in the
-      context for `max_tokens`.
+    - `allowed_token_ids`: only these are sampled.
+    - `bad_words`: texts that are never sampled, with and without a leading space. The last token of a word is
+      masked where its other tokens were just sampled.
+    - If `allowed_token_ids`, `bad_words`, `min_tokens` or a grammar leave no token, the request ends with
+      RejectedError.
+    - `truncate_prompt_tokens`: number of tokens to use from the end of the prompt. -1 uses as many as leave
+      space in the context for `max_tokens`.
     """
 
     n: int = 1
@@ -267,9 +268,9 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 def _strings(name: str, values: Sequence[str]) -> None:
     for value in values:
         if not isinstance(value, str):
-            raise RejectedError(f"{name} holds {value!r}, expected strings", param=name)
+            raise RejectedError(f"{name} contains {value!r}, expected strings", param=name)
         if not 1 <= len(value) <= STOP_CHARS_MAX:
             raise RejectedError(
-                f"{name} holds a string of {len(value)} characters, allowed are 1 to {STOP_CHARS_MAX}",
+                f"{name} contains a string of {len(value)} characters, allowed are 1 to {STOP_CHARS_MAX}",
                 param=name,
             )

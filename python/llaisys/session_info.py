@@ -12,11 +12,11 @@ SESSION_NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9._-]{{0,{SESSION_NAME_MAX - 1}}
 class SessionInfo:
     """The current state of a session.
 
-    - `num_tokens`: tokens with computed K and V: prompt and completion of its last request, without the last
-      token.
-    - `num_cached_tokens`: those that a request would find in the prefix cache.
-    - `num_pinned_tokens`: those whose cache nodes are pinned for the session.
-    - `is_restoring`: it is being read from a file; requests that name it wait.
+    - `num_tokens`: prompt and completion tokens of its last request, without the last token, whose K and V
+      were not computed.
+    - `num_cached_tokens`: the tokens that a request would find in the prefix cache.
+    - `num_pinned_tokens`: the tokens whose cache nodes are pinned for the session.
+    - `is_restoring`: the session is being read from a file, and requests that name it wait.
     """
 
     name: str

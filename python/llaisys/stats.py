@@ -1,5 +1,4 @@
-"""EngineStats, ServiceStats and RequestStats: counters and histograms as plain values. No clock, no
-exporter."""
+"""EngineStats, ServiceStats and RequestStats: counters and histograms as plain values. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -22,26 +21,13 @@ END_TO_END_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
     960.0, 1920.0, 7680.0,
 )  # fmt: skip
-
-
+# vLLM's bounds for the tokens of a step.
 STEP_TOKENS_BOUNDS = (
-    1.0,
-    8.0,
-    16.0,
-    32.0,
-    64.0,
-    128.0,
-    256.0,
-    512.0,
-    1024.0,
-    2048.0,
-    4096.0,
-    8192.0,
-    16384.0,
-)
+    1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
+)  # fmt: skip
 # vLLM's bounds for `n` of requests.
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
-# Not from vLLM: a step takes milliseconds on a small model and up to `max_step_time_s`; most phases take
+# Bounds of our own. A step takes milliseconds on a small model, and up to `max_step_time_s`; its phases take
 # less.
 STEP_BOUNDS_S = (
     0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -78,7 +64,7 @@ class HistogramData:
         return sum(self.counts)
 
 
-NOTHING = HistogramData((), (0,), 0.0)
+EMPTY_HISTOGRAM = HistogramData((), (0,), 0.0)
 
 
 class Histogram:
@@ -145,31 +131,31 @@ class EngineStats:
     step_prefill_tokens: int = 0
     step_decode_tokens: int = 0
     step_s: float = 0.0
-    tokens_of_steps: HistogramData = NOTHING
+    tokens_of_steps: HistogramData = EMPTY_HISTOGRAM
     seconds_of_phases: dict[str, HistogramData] = field(default_factory=dict)
-    seconds_of_cancels: HistogramData = NOTHING
+    seconds_of_cancels: HistogramData = EMPTY_HISTOGRAM
     waiting_by_reason: dict[str, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """The stats of a served model. Totals count since the start; `finished`: requests by `FinishReason`
-    value.
+    """The stats of a served model. Totals count since the start.
 
-    - `engine`: the engine's stats; its totals restart when the engine is loaded or restarted.
+    - `finished`: requests that ended, by `FinishReason` value.
+    - `engine`: the engine's stats. Its totals start at 0 when the engine is loaded or restarted.
     - `invariant_violations`: how often an invariant of an engine was violated, including when that ended it.
     - A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
       delivered. Tokens computed after a stop string are not counted.
-    - Of a request that produced a token: `queue_time_s` from its arrival until it was first admitted,
-      `prefill_time_s` from then to its first token, `decode_time_s` from that to its last,
-      `inference_time_s` the last two together; `time_per_output_token_s` the decode time per token after the
-      first, if there are any.
+    - Of a request that produced a token, `queue_time_s` is from its arrival until its first admission,
+      `prefill_time_s` from then until its first token, `decode_time_s` from the first token to the last.
+      `inference_time_s` is the sum of the last two. `time_per_output_token_s` is the decode time per token
+      after the first, for requests with at least two.
     - An embedding counts its prompt tokens, `queue_time_s` and `prefill_time_s` when it arrives.
-    - Of every request that ended, in tokens: `request_prompt_tokens`, `request_generation_tokens` of all
-      choices, `max_num_generation_tokens` of its longest one, `params_n` and, if the request set it,
-      `params_max_tokens`. Of one that produced a token, `prefill_kv_computed_tokens`: its prompt tokens
-      that were not cached.
+    - Every request that ended counts in `request_prompt_tokens`, in `request_generation_tokens` (tokens of
+      all choices), in `max_num_generation_tokens` (tokens of its longest choice) and in `params_n`. It counts
+      in `params_max_tokens` if it set the parameter, and in `prefill_kv_computed_tokens` (prompt tokens that
+      were not cached) if it produced a token.
     """
 
     engine: EngineStats
@@ -177,20 +163,20 @@ class ServiceStats:
     generation_tokens: int
     invariant_violations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    time_to_first_token_s: HistogramData = NOTHING
-    inter_token_latency_s: HistogramData = NOTHING
-    time_per_output_token_s: HistogramData = NOTHING
-    queue_time_s: HistogramData = NOTHING
-    prefill_time_s: HistogramData = NOTHING
-    decode_time_s: HistogramData = NOTHING
-    inference_time_s: HistogramData = NOTHING
-    e2e_request_latency_s: HistogramData = NOTHING
-    request_prompt_tokens: HistogramData = NOTHING
-    request_generation_tokens: HistogramData = NOTHING
-    max_num_generation_tokens: HistogramData = NOTHING
-    prefill_kv_computed_tokens: HistogramData = NOTHING
-    params_n: HistogramData = NOTHING
-    params_max_tokens: HistogramData = NOTHING
+    time_to_first_token_s: HistogramData = EMPTY_HISTOGRAM
+    inter_token_latency_s: HistogramData = EMPTY_HISTOGRAM
+    time_per_output_token_s: HistogramData = EMPTY_HISTOGRAM
+    queue_time_s: HistogramData = EMPTY_HISTOGRAM
+    prefill_time_s: HistogramData = EMPTY_HISTOGRAM
+    decode_time_s: HistogramData = EMPTY_HISTOGRAM
+    inference_time_s: HistogramData = EMPTY_HISTOGRAM
+    e2e_request_latency_s: HistogramData = EMPTY_HISTOGRAM
+    request_prompt_tokens: HistogramData = EMPTY_HISTOGRAM
+    request_generation_tokens: HistogramData = EMPTY_HISTOGRAM
+    max_num_generation_tokens: HistogramData = EMPTY_HISTOGRAM
+    prefill_kv_computed_tokens: HistogramData = EMPTY_HISTOGRAM
+    params_n: HistogramData = EMPTY_HISTOGRAM
+    params_max_tokens: HistogramData = EMPTY_HISTOGRAM
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ def with_reader_lags(timeline: Timeline, lags: Sequence[tuple[float, float]]) ->
     end_s = timeline.end_s
     if lags and lags[-1][1] > end_s:
         begin_s, end_s = max(lags[-1][0], end_s), lags[-1][1]
-        if begin_s > timeline.end_s:  # an end is dated at the beginning of its step
+        if begin_s > timeline.end_s:  # an end has the time of the beginning of its step
             spans.append(Span(timeline.end_s, begin_s, SpanKind.DECODE))
         spans.append(Span(begin_s, end_s, SpanKind.SLOW_READER))
     seconds = dict(timeline.seconds)

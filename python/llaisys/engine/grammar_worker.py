@@ -14,15 +14,15 @@ _THREADS = FairThreadPool(1, "llaisys-grammar")
 _THREADS.submit("", lambda: None).result()  # allocates the stack before a job's memory is limited
 
 
-def _load(tokenizer: str, eos_token_ids: list[int], vocab_size: int) -> None:
+def _load_tokenizer(tokenizer: str, eos_token_ids: list[int], vocab_size: int) -> None:
     compiler = GrammarCompiler(GrammarTokenizer(tokenizer, tuple(eos_token_ids), vocab_size))
     compiler.table()
     _COMPILER[:] = [compiler]
 
 
-def _try(spec: Mapping[str, Any]) -> None:
+def _try_grammar(spec: Mapping[str, Any]) -> None:
     work = _THREADS.submit("", lambda: try_grammar(_COMPILER[0], StructuredOutputsParams(**spec)))
     work.result()
 
 
-JOBS: Jobs = {"tokens": _load, "try": _try}
+JOBS: Jobs = {"load_tokenizer": _load_tokenizer, "try_grammar": _try_grammar}

@@ -1,2 +1,1 @@
-"""Text and token ids: tokenizers, chat templates, detokenization, parsers. Independent of engine and
-server."""
+"""Text and token ids: tokenizers, chat templates, detokenization and parsers. Imports no engine or server."""

@@ -86,7 +86,7 @@ def _shown(value: Any) -> str:
 def _with_arguments(where: str, call: Any) -> Any:
     """Return a copy of a tool call with `arguments` as an object."""
     if not isinstance(call, Mapping):
-        raise RejectedError(f"{where} holds a {type(call).__name__}, expected an object", param=where)
+        raise RejectedError(f"{where} contains a {type(call).__name__}, expected an object", param=where)
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _with_arguments(f"{where}.function", call["function"])}
     arguments = call.get("arguments")

@@ -40,8 +40,7 @@ _CONTINUE_HERE = "\ue000continue here\ue000 "
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """Texts of templates by name (`default`, optionally `tool_use`), and their special tokens (name ->
-    text)."""
+    """The texts of templates by name (`default`, optionally `tool_use`), and the texts of special tokens."""
 
     texts: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -156,7 +155,7 @@ class _GenerationTag(Extension):
 
 
 def _environment() -> FueledEnvironment:
-    """Jinja2 set up as transformers documents it for chat templates."""
+    """Return a Jinja2 environment with the settings that transformers documents for chat templates."""
     environment = FueledEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
@@ -228,8 +227,7 @@ def _bounded_render(template: jinja2.Template, variables: dict[str, Any], words:
 
 
 def _without_prompt_words(error: Exception, variables: dict[str, Any], own: Collection[str]) -> str:
-    """Return an error's text without words that can only be from the request, because errors never show a
-    prompt.
+    """Return an error's text without words of the request, because errors never show a prompt.
 
     `own`: the words of the template.
     """

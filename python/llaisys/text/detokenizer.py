@@ -1,5 +1,4 @@
-"""IncrementalDetokenizer: token ids to text, with stop strings. It never emits a part of a character or stop
-string.
+"""IncrementalDetokenizer: token ids to text, with stop strings. Emits no part of a character or stop string.
 
 Invariant: without a stop string, the concatenated texts of all `push` calls and of `finish` equal
 `Tokenizer.decode` of all ids. The text does not depend on how the ids are divided into `push` calls.
@@ -108,8 +107,7 @@ class IncrementalDetokenizer:
         return TextDelta("".join(shown), self._stopped, n_kept)
 
     def finish(self) -> str:
-        """Return the pending text: a possible start of a stop string, and an incomplete character as
-        U+FFFD."""
+        """Return the pending text. It may be the start of a stop string; a partial character is U+FFFD."""
         if self._stopped is not None:
             return ""
         rest = self._pending + self._utf8.decode(b"", final=True)
@@ -117,8 +115,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _show(self, piece: str) -> str:
-        """Append `piece` to the pending text; return what is final. A possible start of a stop string stays
-        pending."""
+        """Append `piece` to the pending text; return all of it except a possible start of a stop string."""
         if self._search is None:
             return piece
         text = self._pending + piece

@@ -1,9 +1,9 @@
 """Builds the tokenizer that the metadata of a GGUF file describes.
 
-`tokenizer.ggml.pre` only *names* a pre-tokenizer. The rules for the four names below come from the original
-tokenizers (tokenizer.json of SmolLM2, Qwen2 and Llama 3) and, for `default`, from llama.cpp's
-`src/llama-vocab.cpp`, which defines the name. Any other name is rejected, because a wrong pre-tokenizer gives
-plausible but wrong ids.
+`tokenizer.ggml.pre` only *names* a pre-tokenizer. The rules of `default` are from llama.cpp's
+`src/llama-vocab.cpp`, which defines the name. The rules of the three other names are from the
+`tokenizer.json` of SmolLM2, Qwen2 and Llama 3. Any other name is rejected, because a wrong pre-tokenizer
+gives plausible but wrong ids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TIKTOKEN = (
 
 @dataclass(frozen=True)
 class _Pre:
-    """A pre-tokenizer: `splits` are applied in turn; matches and the text between them become words.
+    """A pre-tokenizer. `splits` are applied in turn; matches and the text between them become words.
 
     `whole_words`: a word that is a token is kept whole (`ignore_merges`). `nfc`: text is composed first.
     """

@@ -11,7 +11,7 @@ from llaisys.files import open_regular
 
 CONFIG_BYTES_MAX = 8 << 20
 
-# The names transformers gives to the special tokens that templates may mention.
+# transformers' names of the special tokens that templates may use.
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -50,7 +50,7 @@ def read_object(path: Path) -> dict[str, Any]:
             raise
         raise RejectedError(f"{path.name} is not valid JSON: {e}", param="model") from e
     if not isinstance(value, dict):
-        raise RejectedError(f"{path.name} holds a {type(value).__name__}, expected an object", param="model")
+        raise RejectedError(f"{path.name} is a {type(value).__name__}, expected an object", param="model")
     return value
 
 

@@ -73,8 +73,10 @@ def _consume(n: int) -> None:
 
 @pass_context  # keeps Jinja from folding the filter at compile time
 def _counted(_: Context, value: Any) -> Any:
-    """Return the value and charge its items: a sized value at once, an iterator item by item. Text is one
-    item."""
+    """Return the value and consume fuel for its items: at once if it is sized, else one by one.
+
+    A text counts as one item.
+    """
     if isinstance(value, str | jinja2.Undefined) or not hasattr(value, "__iter__"):
         _consume(1)
         return value

@@ -65,8 +65,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one. The model's vocabulary may be larger (padded rows); such ids have no
-        text."""
+        """The largest id plus one. Further ids of the model (padded rows) have no text."""
         return len(self._tokens)
 
     def to_json(self) -> str:
@@ -108,10 +107,13 @@ class Tokenizer:
         )
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD; ids without a token are
-        empty."""
+        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD; an id without a token adds nothing."""
         skipped = self._special if skip_special_tokens else frozenset[int]()
         return b"".join(self.id_to_bytes(id) for id in ids if id not in skipped).decode("utf-8", "replace")
+
+    def warm_up(self) -> None:
+        """Use the tokenizer once, so that no request waits for the state that its first use builds."""
+        self.decode(self.encode("Hello, world", add_special_tokens=True), True)
 
     def is_special(self, id: int) -> bool:
         """Return True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
@@ -218,8 +220,10 @@ def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
-    """Return False for a byte-level tokenizer, True for SentencePiece's. Raises UnsupportedError
-    otherwise."""
+    """Return True for a SentencePiece tokenizer, False for a byte-level one.
+
+    Raises UnsupportedError for any other.
+    """
     decoder = backend.decoder
     state: dict[str, Any] = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
     if state["type"] == "ByteLevel":

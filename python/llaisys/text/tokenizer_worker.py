@@ -18,10 +18,9 @@ _MODELS: dict[int, tuple[Tokenizer, ChatTemplate | None]] = {}
 
 def _load(model_index: int, tokenizer: str, texts: dict[str, str] | None, special: dict[str, str]) -> None:
     template = None if texts is None else ChatTemplate(TemplateSource(texts, special))
-    _MODELS[model_index] = (tokenizer_of_json(tokenizer), template)
-    _MODELS[model_index][0].encode(
-        "Hello, world", add_special_tokens=True
-    )  # builds the state that the first use builds
+    loaded = tokenizer_of_json(tokenizer)
+    loaded.warm_up()
+    _MODELS[model_index] = (loaded, template)
 
 
 def _encode(model_index: int, text: str, add_special_tokens: bool, n_tokens_max: int | None) -> bytes:
@@ -45,7 +44,7 @@ def _decode(model_index: int, packed: bytes, skip_special_tokens: bool) -> str:
 
 
 def _json(raw: bytes, model: str | None) -> tuple[Any, ...]:
-    """Return `("value", value, flaw)`; for invalid JSON `("position", n)` or `("invalid",)`."""
+    """Return `("value", value, invalid_field)`; for invalid JSON `("position", n)` or `("invalid",)`."""
     try:
         return ("value", *read_body(raw, model))
     except json.JSONDecodeError as e:

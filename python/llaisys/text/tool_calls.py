@@ -18,7 +18,7 @@ from llaisys.sampling_params import JSON_STYLE
 
 ToolFormat: TypeAlias = Literal["hermes", "llama3_json"]
 
-# The most calls that a grammar allows in one completion, so that a model that repeats itself ends.
+# Maximum calls in one completion under a grammar, so that a model that repeats itself ends.
 CALLS_MAX = 16
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -54,13 +54,12 @@ def tool_grammar(format: ToolFormat, tools: Mapping[str, Mapping[str, Any]], *, 
 
 
 def tool_parser(format: ToolFormat, names: Collection[str]) -> OutputParser:
-    """Return a parser of one completion. Calls of other `names` are content."""
+    """Return a parser of one completion. Calls of tools that are not in `names` are content."""
     return HermesParser(names) if format == "hermes" else Llama3Parser(names)
 
 
 def partial_tag_len(text: str, tag: str) -> int:
-    """Return the number of characters at the end of `text` that may be the start of `tag`, with the
-    whitespace before it."""
+    """Return the length of the end of `text` that may start `tag`, with the whitespace before it."""
     n = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
     return len(text) - len(text[: len(text) - n].rstrip())
 

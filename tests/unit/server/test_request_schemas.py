@@ -213,7 +213,7 @@ def test_token_ids_and_other_values_have_their_own_bounds(field: str) -> None:
     most = VALUES_MAX if field == "prompt" else OTHER_VALUES_MAX
     raw = json.dumps({field: [1] * most})
     assert read_body(raw.encode(), None)[1] is None
-    with pytest.raises(Exception, match=f"{field} brings the body over"):
+    with pytest.raises(Exception, match=f"{field} makes the body exceed"):
         read_body(raw.replace("[1", "[1, 1").encode(), None)
 
 
