@@ -198,7 +198,7 @@ def test_several_choices_of_many_prompts(llm: LLM) -> None:
         assert [answer.token_ids for answer in output.outputs] == want
         assert {answer.finish_reason for answer in output.outputs} == {"length"}
         assert output.finished
-    with pytest.raises(RejectedError, match="n is 65, 64 choices"):
+    with pytest.raises(RejectedError, match="n is 65, allowed are up to 64"):
         llm.generate(prompt(1), SamplingParams(n=65))
 
 

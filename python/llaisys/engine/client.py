@@ -62,14 +62,14 @@ class EngineClient(ABC):
     caller of a `submit` that finds the engine dead. `submit` and `cancel` may be called from any thread;
     `deliver` is called on a thread of the client.
 
-    `_connection`: the running engine; None: there is none now. A message to a dead engine is lost; its
-    request has ended already. A process forked from the owner has no engine.
+    `_connection` is the running engine, or None while there is none. A message to a dead engine is lost, and
+    its request has ended already. A process forked from the owner has no engine.
     """
 
     def __init__(self, limits: Limits, deliver: Deliver, watchdog: EngineWatchdog | None) -> None:
-        """`watchdog`: the watchdog of this process."""
+        """Initialize a client without an engine. `watchdog`: the watchdog of this process."""
         self._watchdog = watchdog
-        self._limits = limits
+        self._set_limits(limits)
         self._deliver = deliver
         # The client of each open request.
         self._open: dict[RequestId, str] = {}
@@ -79,13 +79,14 @@ class EngineClient(ABC):
         self._callers: dict[int, str] = {}
         self._call_ids = itertools.count()
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
-        if limits.n_clients > 1:  # as many again may be preempted for a client's share
+        if (
+            limits.n_clients > 1
+        ):  # up to `max_num_seqs` requests may wait again, preempted for a client's share
             self._open_max += limits.max_num_seqs
         self._open_shares = Shares(self._open_max, limits.n_clients)
         self._connection: EngineConnection | None = None
         self._error: EngineDeadError | None = None
         self._is_lost = False
-        self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
         self._num_ended_by_violation = 0
         self._owner = os.getpid()
 
@@ -95,13 +96,13 @@ class EngineClient(ABC):
         return self._limits
 
     def _set_limits(self, limits: Limits) -> None:
-        """Set the limits of an engine that has been built."""
+        """Set the limits of an engine, and the stats that it has before its first step."""
         self._limits = limits
         self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why there is no engine now (dead, restarting or shutting down); None while one runs."""
+        """The reason why there is no engine (dead, restarting or shutting down); None while one runs."""
         return self._error
 
     @property
@@ -130,7 +131,7 @@ class EngineClient(ABC):
         if request_id in self._open:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         if not self._may_open(request.client_id):
-            raise self._queue_full()
+            raise self._new_queue_full_error()
         self._open[request_id] = request.client_id
         try:
             connection.send(Submit(request))
@@ -198,7 +199,7 @@ class EngineClient(ABC):
         return future
 
     def stats(self) -> EngineStats:
-        """The engine's stats after its newest step."""
+        """Return the engine's stats after its newest step."""
         return self._stats
 
     @property
@@ -210,13 +211,14 @@ class EngineClient(ABC):
     def queue_full_error(self, client_id: str = "") -> QueueFullError | None:
         """Return the error that a request of this client would get now; None if it would be accepted.
 
-        The client may have reached its limit of open requests. With a single client, the queue may also be
-        full after the newest step, which has admitted every request that it could.
+        The error is returned if the client has reached its limit of open requests. With a single client, it
+        is also returned if the queue was full after the newest step, which admitted every request that it
+        could.
         """
         limits = self._limits
         is_queue_full = limits.n_clients < 2 and 0 < limits.max_num_queued_reqs <= self._stats.num_queued
         is_full = is_queue_full or not self._may_open(client_id)
-        return self._queue_full() if is_full and self._connection is not None else None
+        return self._new_queue_full_error() if is_full and self._connection is not None else None
 
     def _may_open(self, client_id: str) -> bool:
         """Return whether the client may open one more request."""
@@ -230,7 +232,7 @@ class EngineClient(ABC):
         return self._watchdog is not None and self._watchdog.is_stuck
 
     def beat(self) -> None:
-        """Report an iteration of the caller's event loop. After the first call, calls must continue."""
+        """Report an iteration of the caller's event loop. After the first call the watchdog expects more."""
         if self._watchdog is not None:
             self._watchdog.beat()
 
@@ -243,7 +245,7 @@ class EngineClient(ABC):
         if self._is_owner():
             self._stop()
 
-    # --- for the two forms ---
+    # --- for the subclasses ---
 
     def _close_at_exit(self) -> None:
         """Close at interpreter exit, also after Ctrl-C. Takes at most one step.
@@ -301,7 +303,7 @@ class EngineClient(ABC):
         self._error = error
         self._connection = None
         self._is_lost = final
-        self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)
+        self._set_limits(self._limits)
         last = [
             rejected_output(request_id, _copy(error))
             for request_id in list(self._open)
@@ -316,12 +318,12 @@ class EngineClient(ABC):
 
     # --- inside ---
 
-    def _queue_full(self) -> QueueFullError:
+    def _new_queue_full_error(self) -> QueueFullError:
         limits, shares = self._limits, self._open_shares
-        why = f"{limits.max_num_seqs} requests may run and {limits.max_num_queued_reqs} may wait"
+        reason = f"{limits.max_num_seqs} requests may run and {limits.max_num_queued_reqs} may wait"
         if shares.n_clients > 1:
-            why = f"a client may have {shares.reserved} open requests, or {shares.maximum} if it is alone"
-        return QueueFullError(f"too many open requests: {why}", retry_after_s=self._stats.queue_s)
+            reason = f"a client may have {shares.reserved} open requests, or {shares.maximum} if it is alone"
+        return QueueFullError(f"too many open requests: {reason}", retry_after_s=self._stats.queue_s)
 
     def _is_owner(self) -> bool:
         return os.getpid() == self._owner
@@ -342,7 +344,7 @@ class EngineClient(ABC):
 
 
 def _copy(error: EngineDeadError) -> EngineDeadError:
-    """Return a copy of an error. Each request raises its own copy, because raising adds stack frames."""
+    """Return a copy of an error, because raising an error adds stack frames to it."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy
@@ -359,7 +361,7 @@ class InprocClient(EngineClient):
         clock: Callable[[], float] = time.monotonic,
         watchdog: EngineWatchdog | None = None,
     ) -> None:
-        """Build the engine on its own thread and wait for it. Raises what `build` raises."""
+        """Build the engine on its own thread and wait for it. Raises the errors of `build`."""
         super().__init__(limits, deliver, watchdog)
         on_end = partial(self._end_all, final=True)
         listener = EngineListener(

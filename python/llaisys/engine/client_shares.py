@@ -18,7 +18,7 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.request import Request
 from llaisys.engine.request_queue import WaitingQueue, queue_key
 
-# Levels of a running request, compared with its client's share.
+# Levels of a running request: within its client's share, or above its share of cells or of sequence ids.
 WITHIN, ABOVE_CELLS, ABOVE_IDS = range(3)
 
 
@@ -89,8 +89,10 @@ class ClientShares:
         return client not in self._prefilling and self._level_of_next(client, _cells_of(request)) == WITHIN
 
     def furthest_below(self, heads: Iterable[Request]) -> Request | None:
-        """Return the head of the client below its share that runs the fewest requests; None if no client
-        is."""
+        """Return the head of the client below its share that runs the fewest requests.
+
+        None if no client is below its share.
+        """
         below = [head for head in heads if self.is_below(head)]
         fewest = {head: self._running[head.source.client_id] for head in below}
         return min(below, key=lambda r: (fewest[r], queue_key(r)), default=None)
@@ -117,8 +119,7 @@ class ClientShares:
         ]
 
     def _level_of_next(self, client: str, n_cells: int) -> int:
-        """Return the level of a client's next request of `n_cells` cells, after the requests counted so
-        far."""
+        """Return the level of a client's next request with `n_cells` cells."""
         if self._running[client] >= self.n_ids:
             return ABOVE_IDS
         is_large = self._running[client] > 0 and self._cells[client] + n_cells > self.n_cells

@@ -1,4 +1,4 @@
-"""EngineOutput: what the engine returns, one value per choice and step. Plain data that can be serialized."""
+"""EngineOutput: the output of one choice in one step, as plain data that can be serialized."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class EngineOutput:
     """New tokens or the end of one choice of a request. Not frozen: one is made for each row of each step.
 
     - `index`: the choice. Exactly one output of a choice has a `finish_reason`, and it is the choice's last.
-    - `last`: the last output of the request; no other choice of it is open.
+    - `last`: this is the last output of the request, because no other choice of it is open.
     - `new_logprobs`: aligned with `new_token_ids`, or None if not requested.
-    - `stop_reason`: the id of `stop_token_ids` that ended the choice; None for eos.
-    - `num_cached_tokens`: prompt tokens found in the prefix cache; in the first output of choice 0.
-    - `queued_s`: seconds from arrival until first admission; in the first output of each choice.
-    - `new_prompt_logprobs`: one entry per prompt token from the second on, if requested; in the first output
-      of choice 0.
-    - `embedding`: the result of an embedding request; see `outputs.RequestOutput`.
+    - `stop_reason`: the id of `stop_token_ids` that ended the choice. None for eos.
+    - `num_cached_tokens`: prompt tokens found in the prefix cache. Only in the first output of choice 0.
+    - `queued_s`: seconds from arrival until first admission. Only in the first output of each choice.
+    - `new_prompt_logprobs`: one entry per prompt token from the second on, if requested. Only in the first
+      output of choice 0.
+    - `embedding`: the result of an embedding request, as in `outputs.RequestOutput`.
     - `error`: set only with the finish reasons TIMEOUT and ERROR.
     """
 

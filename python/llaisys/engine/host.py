@@ -34,7 +34,7 @@ def available_bytes(root: Path = _ROOT) -> int:
 class Cpus:
     """The CPUs to compute on.
 
-    - `n`: number of threads. `ids`: the CPUs that they are bound to; empty: not bound.
+    - `n`: number of threads. `ids`: the CPUs that they are bound to. Without ids they are not bound.
     - `pins`: pin each thread to one CPU, where there are enough CPUs.
     - `memory_nodes`: the NUMA nodes to interleave memory over, if the CPUs are on several nodes.
     """
@@ -100,8 +100,7 @@ def mempolicy(nodes: Sequence[int]) -> tuple[int, list[int], int]:
 
 
 def _memory_nodes(cpus: Collection[int], root: Path) -> tuple[int, ...]:
-    """Return the NUMA nodes of these CPUs; empty if there is only one, or the system does not report
-    nodes."""
+    """Return the NUMA nodes of these CPUs. Empty for a single node, or if the system reports no nodes."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     lists = {int(folder.name[4:]): _text(folder / "cpulist").strip() for folder in folders}
     nodes = [node for node, text in lists.items() if text and not _expand(text).isdisjoint(cpus)]
@@ -208,7 +207,7 @@ def _cgroup_cores(root: Path) -> Iterator[int]:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors.
 
-    `controller`: a controller of cgroup version 1; "": version 2.
+    `controller` names a controller of cgroup version 1. "" stands for version 2.
     """
     base = root / "sys/fs/cgroup" / controller
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -26,7 +26,7 @@ from llaisys.engine.worker import Worker
 class KvCacheManager:
     """Owns the prefix cache. A running request pins the path that it is attached to or has inserted.
 
-    A request whose first cells were reclaimed is not cached any more: a path has all positions from 0.
+    A request whose first cells were reclaimed is no longer cached, because a path has all positions from 0.
 
     - `prefix_cache`: empty if `caches_prefixes` is False.
     - Invariants: `request.pin` is set only while the request runs, and pins its first `num_shared` tokens.
@@ -82,8 +82,10 @@ class KvCacheManager:
         self.prefix_cache.unpin(pin)
 
     def evict(self, n_free_wanted: Sequence[int]) -> int:
-        """Evict until each KV stream has this many free cells or nothing evictable; return the evicted
-        cells."""
+        """Evict until each KV stream has this many free cells or nothing evictable.
+
+        Return the number of evicted cells.
+        """
         n_evicted = 0
         for stream, n_free in enumerate(self._worker.n_cells_free):
             if n_free < n_free_wanted[stream]:
@@ -141,8 +143,7 @@ class KvCacheManager:
             self._worker.relink_nodes(parts, request.seq_id, n_linked)
 
     def reclaim(self, request: Request) -> None:
-        """Free the cells behind the attention window, if every layer has a window and enough cells are behind
-        it."""
+        """Free the cells behind the attention window, if every layer has one and there are enough of them."""
         end = 0 if self._window is None else reclaimable_end(request, self._window)
         if end:
             self._worker.reclaim_cells(request.seq_id, end)
@@ -168,8 +169,7 @@ class KvCacheManager:
     # --- for sessions ---
 
     def fingerprint(self) -> str:
-        """Return a digest of everything that K and V depend on except tokens. The first call hashes the
-        weights."""
+        """Return a digest of everything that K and V depend on except tokens and positions."""
         return self._worker.fingerprint()
 
     def pin_session(self, salt: str, ids: Sequence[int], stream: int) -> Pin | None:
@@ -184,8 +184,10 @@ class KvCacheManager:
     def export_cells(
         self, salt: str, ids: Sequence[int], stream: int, at: int, n_max: int
     ) -> NDArray[np.uint8] | None:
-        """Return K and V (uint8 bytes) of up to `n_max` positions from `at` on; None if `at` is not
-        cached."""
+        """Return K and V of up to `n_max` positions from `at` on, as bytes `[n]`.
+
+        None if the position `at` is not cached.
+        """
         for node_id, p0, p1 in self.prefix_cache.match(salt, ids, len(ids), stream).parts:
             if p0 <= at < p1:
                 return self._worker.export_cells(node_id, at, min(p1, at + n_max))

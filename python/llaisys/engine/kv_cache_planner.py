@@ -2,8 +2,8 @@
 
 A cell is allocatable if it is free or if the prefix cache can evict it. A request is admitted if the cells
 that it and the running requests need soon are allocatable. If all of them continue for long, the scheduler
-preempts some of them later. A worst-case-reserved request was preempted PREEMPTIONS_MAX times: the cells of
-its worst case are set aside while it runs, and no other request may allocate them.
+preempts some of them later. A request that was preempted PREEMPTIONS_MAX times is worst-case reserved. While
+it runs, the cells of its worst case are set aside, and no other request may allocate them.
 
 `KvCacheManager` applies the decisions to the core. Planning is separate because the scheduler may plan a step
 several times, and only the last plan is applied.
@@ -91,8 +91,10 @@ class KvCachePlanner:
             self._reserved[stream] -= n_cells
 
     def allocate_one_each(self, requests: Sequence[Request]) -> bool:
-        """Allocate one cell for each of these running requests; return False, without side effects, if there
-        are too few unreserved cells."""
+        """Allocate one cell for each of these running requests.
+
+        Return False, without side effects, if there are too few unreserved cells.
+        """
         n = len(requests)
         if any(n > left - reserved for left, reserved in zip(self.allocatable, self._reserved, strict=True)):
             return False
@@ -152,8 +154,7 @@ class KvCachePlanner:
         return None
 
     def admit(self, request: Request, placement: Placement) -> None:
-        """Admit a request at `placement`: pin the cells that it reuses, allocate those that must be
-        copied."""
+        """Admit a request at `placement`. Pin the cells that it reuses; allocate cells for those to copy."""
         stream, source = placement.stream, placement.source
         self.allocatable[source] -= placement.n_pinned
         if request.worst_case_reserved:
@@ -169,8 +170,8 @@ class KvCachePlanner:
         limit, leader = request.num_reusable, request.leader
         if self._prefix_cache is not None:
             salt, ids = request.source.cache_salt, request.token_ids
-            leaving = [freed.pin for freed in self._freed if freed.pin is not None]
-            match = self._prefix_cache.match(salt, ids, limit, leaving=leaving)
+            releasing = [freed.pin for freed in self._freed if freed.pin is not None]
+            match = self._prefix_cache.match(salt, ids, limit, releasing=releasing)
             if match.n_tokens:
                 return Placement(match.stream, match.n_tokens, match.stream, match.n_evictable)
         elif leader is not None and self._runs(leader) and not leader.num_reclaimed:

@@ -20,25 +20,28 @@ class Limits:
     """The limits of one engine. Invariant: `max_model_len` fits one KV stream, so any single request fits.
 
     - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait for capacity.
-      `max_num_queued_tokens`: their prompt tokens (a single waiting request may exceed it); None: no limit.
-    - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
-      if more run, the least recently served go first.
-    - `long_prefill_token_threshold`: prompt tokens of one request in a step. `max_client_tokens_per_step`:
-      prompt tokens of one client in a step, less its decoding requests. None: no limit.
-    - `max_step_time_s`: prompt tokens are added to a step while its predicted seconds stay below.
+    - `max_num_queued_tokens`: prompt tokens of the requests that wait. A single waiting request may exceed
+      it.
+    - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step.
+      If more run, the step serves the least recently served ones.
+    - `long_prefill_token_threshold`: prompt tokens of one request in a step.
+    - `max_client_tokens_per_step`: tokens of one client in a step. Its decodes count, and are never delayed.
+    - `max_step_time_s`: predicted seconds of a step up to which prompt tokens are added to it.
     - `max_queue_wait_s`: seconds of waiting after which a request is scheduled before all others.
-    - `max_model_len`: tokens of one request, prompt and output. `max_input_tokens`, `max_output_tokens`:
-      tokens of prompt and output alone; None: bounded by `max_model_len` only.
+    - `max_model_len`: tokens of one request, prompt and output together. `max_input_tokens`,
+      `max_output_tokens`: tokens of prompt and output alone.
     - `n_cells`: KV cells, one token each, in `n_streams` KV streams of equal size.
     - `kv_eviction_threshold`: the share of the cells above which the prefix cache evicts cells, every
       `kv_cleanup_interval_s`.
     - `timeout_scan_s`: seconds between two checks of the deadlines.
     - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
     - `max_sessions`: sessions of all clients, and saved sessions of each. `session_kv_share`: the share of
-      the cells that sessions may pin. `session_store`: the folder of saved sessions; None: they cannot be
-      saved.
-    - `n_clients`: configured clients, each with a share of the above (`client_shares`, `Shares`); 1: no
-      shares, even if requests name several clients.
+      the cells that sessions may pin.
+    - `session_store`: the folder of saved sessions. With None they cannot be saved.
+    - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
+      are no shares, even if requests name several clients.
+
+    None means no limit in all other fields.
     """
 
     max_num_seqs: int
@@ -109,9 +112,9 @@ def token_limit(
 ) -> int:
     """Return the length, prompt and output, at which the request ends: its worst case in KV cells.
 
-    Without `max_tokens` it is the maximum allowed; with `pooling` there is no output. Raises
-    RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or choices) or
-    ContextLengthError with both numbers, if the request can never run.
+    Without `max_tokens` it is the maximum allowed; with `pooling` there is no output. A request that can
+    never run raises RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or
+    choices), or ContextLengthError with the request's length and the limit.
     """
     if not prompt:
         raise RejectedError("the prompt is empty: it needs at least one token", param="prompt")
@@ -127,7 +130,7 @@ def token_limit(
                 f"entries, allowed are {PROMPT_LOGPROBS_MAX}: request fewer, or shorten the prompt",
                 param="prompt_logprobs",
             )
-    _at_most("n", params.n, limits.max_num_seqs, "choices run at the same time at most")
+    _check_max("n", params.n, limits.max_num_seqs, "max_num_seqs")
     if limits.max_input_tokens is not None and len(prompt) > limits.max_input_tokens:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, max_input_tokens allows at most {limits.max_input_tokens}",
@@ -140,7 +143,7 @@ def token_limit(
             )
         return len(prompt)
     if params.max_tokens is not None and limits.max_output_tokens is not None:
-        _at_most("max_tokens", params.max_tokens, limits.max_output_tokens, "is the most allowed")
+        _check_max("max_tokens", params.max_tokens, limits.max_output_tokens, "max_output_tokens")
     wanted = len(prompt) + (1 if params.max_tokens is None else params.max_tokens)
     if wanted > limits.max_model_len:
         raise ContextLengthError(
@@ -174,9 +177,9 @@ def check_first_token(source: EngineRequest) -> None:
         )
 
 
-def _at_most(param: str, value: int, most: int, says: str) -> None:
-    if value > most:
-        raise RejectedError(f"{param} is {value}, {most} {says}", param=param)
+def _check_max(param: str, value: int, maximum: int, setting: str) -> None:
+    if value > maximum:
+        raise RejectedError(f"{param} is {value}, allowed are up to {maximum} ({setting})", param=param)
 
 
 def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -185,5 +188,5 @@ def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     for worst in (min(ids), max(ids)):
         if not 0 <= worst < vocab_size:
             raise RejectedError(
-                f"{param} holds token id {worst}, allowed are 0 to {vocab_size - 1}", param=param
+                f"{param} contains token id {worst}, allowed are 0 to {vocab_size - 1}", param=param
             )

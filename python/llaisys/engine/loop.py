@@ -48,7 +48,7 @@ class EngineListener:
 
     - `on_step`: the outputs of a step, and the engine's stats after it.
     - `on_session_reply`, `on_timeline_reply`: the reply to a SessionRequest or a TimelineRequest.
-    - `on_end`: called once with the reason when the loop has ended; no output follows. If the engine is
+    - `on_end`: called once with the reason when the loop has ended. No output follows. If the engine is
       stuck, the call is on the watchdog's thread.
     - `clock`: monotonic seconds, on the same scale as the requests' times.
     """
@@ -129,7 +129,7 @@ class EngineLoop:
             self._serve(engine)
         except BaseException as error:  # includes a panic of the core
             log.exception("the engine is dead")
-            cause = error if isinstance(error, EngineDeadError) else _dead(error)
+            cause = error if isinstance(error, EngineDeadError) else _dead_error(error)
         self._report_end(cause)
         try:
             if self._watchdog is not None:
@@ -183,8 +183,11 @@ class EngineLoop:
 def build_engine(
     settings: WorkerSettings, limits: Limits, seed: int, grammar_compiler: GrammarCompiler | None = None
 ) -> LLMEngine:
-    """Load the model. Call it on the engine thread, because the core belongs to the thread that created
-    it."""
+    """Load the model and return its engine.
+
+    Call it on the engine thread, because the core belongs to the thread that created it. `seed`: default seed
+    of requests that do not set one. Raises RejectedError or UnsupportedError.
+    """
     worker = open_worker(settings)
     limits = limits.with_cells(worker.n_cells)
     log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
@@ -202,7 +205,8 @@ def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
     return []
 
 
-def _dead(error: BaseException) -> EngineDeadError:
+def _dead_error(error: BaseException) -> EngineDeadError:
+    """Return the error of requests whose engine ended with `error`."""
     kind = InvariantError if isinstance(error, BrokenInvariant) else EngineDeadError
     dead = kind(f"the engine is dead: {type(error).__name__}: {error}")
     dead.__cause__ = error

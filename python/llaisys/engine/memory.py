@@ -30,7 +30,7 @@ class GpuSettings:
 class WorkerSettings:
     """The arguments of a context; the names are those of `_core.Context`.
 
-    - `n_cells`: KV cells; None: as many as fit in the GPU's memory.
+    - `n_cells`: KV cells. None stands for as many as fit in the GPU's memory.
     - `shows_progress`: show a progress bar on stderr while the weights are loaded.
     """
 
@@ -124,7 +124,8 @@ def size_engine(
         if gpu is None:
             _check_fits(config, info, memory_bytes, cell_bytes)
         raise RejectedError(
-            f"the KV cache cannot hold a single token, which takes {cell_bytes} bytes ({why})",
+            f"the KV cache has no cell for each of {config.num_kv_streams} KV streams: a cell has "
+            f"{cell_bytes} bytes ({why}); set a larger one with --kv-cache-memory-bytes",
             param="kv_cache_memory_bytes",
         )
     limits = Limits(
@@ -225,7 +226,7 @@ def _configured_cells(config: EngineConfig, cell_bytes: int) -> tuple[int, str] 
         configured.append((config.num_kv_cells, "num_kv_cells"))
     if config.kv_cache_memory_bytes is not None:
         n_cells = config.kv_cache_memory_bytes // cell_bytes
-        configured.append((n_cells, f"of {config.kv_cache_memory_bytes} B"))
+        configured.append((n_cells, f"kv_cache_memory_bytes {config.kv_cache_memory_bytes}"))
     return min(configured, default=None)
 
 
@@ -245,9 +246,9 @@ def _cells_that_fit(
 
 
 def _weight_bytes(config: EngineConfig, info: ModelInfo) -> int:
-    """Return the bytes of the packed weights."""
-    screen = info.screen_bytes[_weight_format(config)] if _prunes_argmax(config) else 0
-    return info.packed_bytes[_weight_format(config)] + screen
+    """Return the bytes of the packed weights, with the copy of the lm_head for pruned argmax."""
+    n_bytes = info.packed_bytes[_weight_format(config)]
+    return n_bytes + (info.screen_bytes[_weight_format(config)] if _prunes_argmax(config) else 0)
 
 
 def _prunes_argmax(config: EngineConfig) -> bool:

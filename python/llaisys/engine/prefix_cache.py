@@ -1,14 +1,14 @@
 """PrefixCache: radix trees over token ids that record which computed prefixes are cached. Pure.
 
-The trees hold token ids, the core holds cells. A node of a tree corresponds to a cache node of the core: the
-cells of consecutive positions that the core keeps, even if no sequence uses them. `PrefixCache` never calls
-the core. It returns edits, and `KvCacheManager` applies them at once, in order.
+The trees have the token ids, the core has the cells. A node of a tree corresponds to a cache node of the
+core. A cache node is the cells of consecutive positions, which the core keeps even if no sequence uses them.
+`PrefixCache` never calls the core. It returns edits, and `KvCacheManager` applies them at once, in order.
 
-There is one tree for each salt (tenant) and KV stream: no request hits a prefix of another salt, and K and V
-are linked within one KV stream only. Hits are compared token by token (by slices), never by a hash alone.
+There is one tree for each salt (tenant) and KV stream. So no request hits a prefix of another salt, and K and
+V are linked within one KV stream only. Hits are compared token by token (by slices), never by a hash alone.
 
-Eviction takes the least recently used path, by the time of its last unpin. `_unpinned` has this order, with
-every node before its parent. So its first node is always a leaf, and eviction never searches.
+Eviction releases the least recently used path, by the time of its last unpin. `_unpinned` has this order,
+with every node before its parent. So its first node is always a leaf, and eviction never searches.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Miss:
 class Match:
     """A cached prefix: the first `n_tokens` tokens, in the KV stream `stream`.
 
-    `parts`: (node_id, p0, p1) in order; a part may be the head of its node. `miss`: None if every token is
-    cached. `n_evictable`: how many of these cells are not pinned.
+    - `parts`: (node_id, p0, p1) in order of positions. The last part may be only the head of its node.
+    - `miss`: the reason why the next token is not cached. None if every token is cached.
+    - `n_evictable`: number of these cells that are not pinned.
     """
 
     n_tokens: int
@@ -102,9 +103,12 @@ class Pin:
 class PrefixCache:
     """The radix trees of one model. Node ids ascend and are never reused.
 
-    Invariants (`check`): the positions of a path are consecutive from 0; a node is in `_unpinned` of its KV
-    stream exactly if no pin ends at it or below it, and comes before its parent there; a tree without a node
-    and without a pin is removed.
+    Invariants (`check`):
+
+    - The positions of a path are consecutive from 0.
+    - A node is in `_unpinned` of its KV stream exactly if no pin ends at it or below it. It is before its
+      parent.
+    - A tree without a node and without a pin is removed.
     """
 
     def __init__(self, n_streams: int = 1) -> None:
@@ -113,9 +117,9 @@ class PrefixCache:
         self._n_cached = [0] * n_streams
         self._n_evictable = [0] * n_streams
         self._evicted: dict[tuple[Key | int, int, int], None] = {}
-        self._n_pins_given = 0
+        self._n_pins = 0
         self._n_session_pinned = 0
-        self._n_nodes_made = 0
+        self._n_nodes_created = 0
 
     # --- queries ---
 
@@ -126,16 +130,16 @@ class PrefixCache:
         limit: int,
         stream: int | None = None,
         *,
-        leaving: Iterable[Pin] = (),
+        releasing: Iterable[Pin] = (),
     ) -> Match:
         """Return the longest cached prefix of `tokens`, up to `limit` tokens.
 
-        Searches all KV streams if `stream` is None and returns the first of equal matches. `leaving`: pins
-        that are about to be released; cells that only one of them pins count as evictable.
+        Searches all KV streams if `stream` is None and returns the first of equal matches. `releasing`: pins
+        that the caller will release. Cells that only one of them pins count as evictable.
         """
         ids = as_ids(tokens)
         streams = range(len(self._unpinned)) if stream is None else (stream,)
-        private = {node for pin in leaving for node in _pinned_node(pin).upward() if node.n_pins == 1}
+        private = {node for pin in releasing for node in _pinned_node(pin).upward() if node.n_pins == 1}
         found = [self._match_in((salt, s), ids, limit, private) for s in streams]
         return max(found, key=lambda match: match.n_tokens)
 
@@ -169,8 +173,10 @@ class PrefixCache:
     def pin(
         self, salt: str, tokens: Sequence[int], n: int, stream: int = 0, *, of_session: bool = False
     ) -> tuple[Pin, tuple[CacheEdit, ...]]:
-        """Pin the cached part of the first `n` tokens and end a node there; the pin's `n_tokens` is its
-        length."""
+        """Pin the cached part of the first `n` tokens, whose length is the pin's `n_tokens`.
+
+        Return the pin and the edits, because a node is split where the pin ends.
+        """
         edits: list[CacheEdit] = []
         lowest = self._descend((salt, stream), as_ids(tokens)[:n], edits)
         return self._pin(lowest, of_session=of_session), tuple(edits)
@@ -182,7 +188,7 @@ class PrefixCache:
         """
         lowest = _pinned_node(pin)
         pin._node = None
-        self._n_pins_given -= 1
+        self._n_pins -= 1
         for node in lowest.upward():
             node.n_pins -= 1
             if pin.of_session:
@@ -231,10 +237,9 @@ class PrefixCache:
     def invalidate(
         self, salt: str, tokens: Sequence[int], stream: int = 0, start: int = 0
     ) -> tuple[CacheEdit, ...]:
-        """Remove the cached positions `>= start` of the path of `tokens`, and every path through them, except
-        pinned ones.
+        """Remove the cached positions `>= start` of the path of `tokens`, and every path through them.
 
-        For K and V that may be wrong because their request failed.
+        Pinned nodes are not removed. For K and V that may be wrong because their request failed.
         """
         root = self._roots.get((salt, stream))
         if root is None:
@@ -251,11 +256,9 @@ class PrefixCache:
         nodes = [(key[1], node) for key, root in self._roots.items() for node in root.subtree()]
         for stream, node in nodes:
             check_node(node, self._unpinned[stream])
-        n_pins_given = sum(n.n_pins - sum(c.n_pins for c in n.children.values()) for _, n in nodes)
-        if n_pins_given != self._n_pins_given:
-            raise BrokenInvariant(
-                f"the nodes count {n_pins_given} pins, the cache counts {self._n_pins_given}"
-            )
+        n_pins = sum(n.n_pins - sum(c.n_pins for c in n.children.values()) for _, n in nodes)
+        if n_pins != self._n_pins:
+            raise BrokenInvariant(f"the nodes count {n_pins} pins, the cache counts {self._n_pins}")
         n_session_pinned = sum(len(node.tokens) for _, node in nodes if node.n_session_pins)
         if n_session_pinned != self._n_session_pinned:
             raise BrokenInvariant(
@@ -301,8 +304,8 @@ class PrefixCache:
         return Miss("empty" if cached is None else "differs", position, token, cached)
 
     def _make_node(self, key: Key, start: int, tokens: array[int]) -> Node:
-        self._n_nodes_made += 1
-        return Node(key, self._n_nodes_made, start, tokens)
+        self._n_nodes_created += 1
+        return Node(key, self._n_nodes_created, start, tokens)
 
     def _descend(self, key: Key, ids: array[int], edits: list[CacheEdit]) -> Node:
         """Return the node at whose end the cached part of `ids` ends, for the caller to pin."""
@@ -318,7 +321,7 @@ class PrefixCache:
         head.node_id, node.node_id = node.node_id, head.node_id
         head.n_pins, head.n_session_pins = node.n_pins, node.n_session_pins
         if node.parent is None:
-            raise BrokenInvariant("a root has nothing to split")
+            raise BrokenInvariant("a root cannot be split")
         node.parent.adopt(head)
         node.start, node.tokens = node.start + n_head, node.tokens[n_head:]
         head.adopt(node)
@@ -338,7 +341,7 @@ class PrefixCache:
             if of_session:
                 self._n_session_pinned += 0 if node.n_session_pins else len(node.tokens)
                 node.n_session_pins += 1
-        self._n_pins_given += 1
+        self._n_pins += 1
         return Pin(lowest, of_session=of_session)
 
     def _mark_used_last(self, node: Node) -> None:
@@ -387,8 +390,9 @@ Key: TypeAlias = tuple[str, int]
 class Node:
     """A node of a radix tree: the tokens at the positions `start <= p < end`. A root has no tokens.
 
-    - `key`: salt and KV stream of its tree. `node_id`: its cache node in the core. `n_pins`: pins that end at
-      this node or below; `n_session_pins`: those of sessions. `children`: by their first token.
+    - `key`: salt and KV stream of its tree. `node_id`: its cache node in the core.
+    - `n_pins`: number of pins that end at this node or below. `n_session_pins`: those of sessions.
+    - `children`: child nodes by their first token.
     - `serial`: identifies this object. After a split, this object and the pins on it are the tail.
     """
 
@@ -415,15 +419,16 @@ class Node:
 
     @property
     def end(self) -> int:
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
     @property
     def owner(self) -> Key | int:
-        """The key under which evicted children are remembered: for a root its tree's key, which outlives
-        it."""
+        """The key under which evicted children are remembered. A root has its tree's, which outlives it."""
         return self.key if self.parent is None else self.serial
 
     def adopt(self, child: Node) -> None:
+        """Make `child` a child of this node; it replaces a child with the same first token."""
         child.parent = self
         self.children[child.tokens[0]] = child
 
@@ -443,12 +448,12 @@ class Node:
 
 
 def as_ids(tokens: Sequence[int]) -> array[int]:
+    """Return token ids as an array, without a copy if they are one."""
     return tokens if isinstance(tokens, array) else array("i", tokens)
 
 
 def n_common(a: array[int], b: array[int]) -> int:
-    """Return the length of the longest common prefix, by comparing slices (memory speed) of half the
-    length."""
+    """Return the length of the longest common prefix. Bisects by comparing slices, at memory speed."""
     same, differs = 0, min(len(a), len(b)) + 1
     while differs - same > 1:
         middle = (same + differs) // 2
@@ -477,6 +482,7 @@ def walk(root: Node, ids: array[int], limit: int) -> list[tuple[Node, int]]:
 
 
 def check_node(node: Node, unpinned: Collection[Node]) -> None:
+    """Verify a node against its children and the list of unpinned nodes; raises BrokenInvariant."""
     for token, child in node.children.items():
         if child.parent is not node or child.start != node.end or child.tokens[:1] != array("i", [token]):
             raise BrokenInvariant(f"node {child.node_id} has the wrong parent, start or first token")

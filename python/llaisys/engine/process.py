@@ -47,6 +47,7 @@ from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.ipc import Channel, FrameError
 from llaisys.logs import STDERR, LineWriter
 
+# Restarts of the child within a window of so many seconds, after which the client is lost.
 RESTARTS_MAX, RESTARTS_WINDOW_S = 3, 600.0
 # Seconds after which a child that should end, or has announced its end, is killed.
 END_S = 10.0
@@ -60,8 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class RestartLimit:
-    """Allows RESTARTS_MAX restarts within RESTARTS_WINDOW_S seconds, so that restarts end if children keep
-    dying."""
+    """Allows RESTARTS_MAX restarts within RESTARTS_WINDOW_S seconds, so that they end if every child dies."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -95,11 +95,10 @@ class ProcessClient(EngineClient):
         grammar_tokenizer: GrammarTokenizer | None = None,
         watchdog: EngineWatchdog | None = None,
     ) -> None:
-        """Start the process and wait until the model is loaded. `watchdog`: watches this process's event
-        loop.
+        """Start the process and wait until the model is loaded.
 
-        Raises the error of loading the model. If the process died while loading, raises EngineDeadError with
-        the exit code and the last lines of its log.
+        `watchdog` watches the event loop of this process. Raises the error of loading the model. If the
+        process died while loading, raises EngineDeadError with the exit code and the last lines of its log.
         """
         super().__init__(sizing.limits, deliver, watchdog)
         self._start = Start(
@@ -220,7 +219,7 @@ class ProcessClient(EngineClient):
 class _EngineProcess:
     """One engine process. `send` and `wake` may be called from any thread, the rest only by the supervisor.
 
-    Invariant: only this process has the socket; a message to a dead process is lost. The channel queues
+    Invariant: only this process has the socket. A message to a dead process is lost. The channel queues
     messages that the process has not read yet. They belong to open requests and calls, so the engine's inbox
     size bounds them.
     """
@@ -260,8 +259,7 @@ class _EngineProcess:
         return self._channel.receive(timeout_s)
 
     def shut_down(self) -> None:
-        """Send Shutdown, and wait up to END_S seconds until the process has ended. Drops its later
-        messages."""
+        """Send Shutdown and wait up to END_S seconds for the process to end. Its messages are dropped."""
         self._channel.send(encode(Shutdown()))
         until_s = time.monotonic() + END_S
         try:
@@ -304,8 +302,7 @@ class _EngineProcess:
 
 
 class _StderrRelay:
-    """Relays the children's stderr to ours, whose reader may stall, and keeps the last lines of the newest
-    child."""
+    """Relays the children's stderr to ours, whose reader may stall. Keeps the newest child's last lines."""
 
     def __init__(self) -> None:
         self._tail = b""

@@ -1,7 +1,8 @@
 """The entry point of an engine process: runs an EngineLoop for the ProcessClient that started it.
 
-The parent handles Ctrl-C and SIGTERM. When the parent dies, this process ends at once: PR_SET_PDEATHSIG
-reports the end of the parent's thread, end-of-file on the socket the end of its process.
+The parent handles Ctrl-C and SIGTERM. When the parent dies, this process ends at once. PR_SET_PDEATHSIG
+reports the end of the parent's supervisor thread, and end-of-file on the socket reports the end of its
+process.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ _PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
 
 
-def main(number: int, parent: int) -> NoReturn:
-    """Serve one engine on the socket with file descriptor `number` for the process `parent`, then exit."""
+def main(fd: int, parent: int) -> NoReturn:
+    """Serve one engine on the socket with file descriptor `fd` for the process `parent`, then exit."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     faulthandler.enable()
     exit_code = EXIT_BROKEN
     try:
-        channel = Channel.inherited(number)
+        channel = Channel.inherited(fd)
         _exit_with_parent(parent, channel)
         _serve(channel)
         channel.flush(FLUSH_S)

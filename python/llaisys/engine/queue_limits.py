@@ -35,6 +35,7 @@ def check_queue(
 def _reason_full(
     request: Request, requests: OpenRequests, limits: Limits, n_available: Callable[[], int]
 ) -> str | None:
+    """Return the reason why the request may not be queued; None if it may."""
     n_waiting, max_reqs, max_tokens = (
         requests.num_queued,
         limits.max_num_queued_reqs,
@@ -56,7 +57,7 @@ def _reason_full(
 def _reason_client_full(
     request: Request, requests: OpenRequests, limits: Limits, n_available: Callable[[], int]
 ) -> str | None:
-    """Return why one of several clients may not queue the request; None if it may.
+    """Return the reason why one of several clients may not queue the request; None if it may.
 
     Preempted requests do not count, because they were admitted before. A request within the client's share of
     the sequence ids is admitted at once, so it is always accepted.
@@ -84,8 +85,8 @@ def _reason_client_full(
         and not token_shares.allows(n_queued_tokens, client, n_tokens)
     ):
         return (
-            f"with it {n_tokens + n_queued_tokens[client]} of this client's prompt tokens would wait; "
-            f"{token_shares.reserved} are reserved for it"
+            f"with this request {n_tokens + n_queued_tokens[client]} of this client's prompt tokens "
+            f"would wait; {token_shares.reserved} are reserved for it"
         )
     return None
 

@@ -33,13 +33,13 @@ def start_engine(
 ) -> EngineClient:
     """Size an engine, load the model, and return when requests are accepted.
 
-    - `exits`: this process is a server and exits if its engine is stuck.
-    - `grammar_compiler`: for structured outputs; None: requests with a grammar are rejected.
+    - `exits`: after a stall, the watchdog ends this process if it is still running (for servers).
+    - `grammar_compiler`: for structured outputs. Without it, requests with a grammar are rejected.
     - `n_clients`: clients that share the engine.
 
-    `device` auto selects the GPU `cuda_device` if it is usable and can run this model with these settings;
-    otherwise the CPU, with the reason in the log. Raises RejectedError or UnsupportedError naming the
-    setting.
+    With the device auto, the GPU `cuda_device` is used if it is usable and can run this model with these
+    settings. Otherwise the CPU is used, and the log has the reason. Raises RejectedError or UnsupportedError
+    naming the setting.
     """
     cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
@@ -85,7 +85,7 @@ def check_gpu(ordinal: int) -> CudaDevice:
         raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
     if ordinal >= len(info.devices):
         raise UnsupportedError(
-            f"cuda_device is {ordinal}, but this machine has 0 to {len(info.devices) - 1}",
+            f"cuda_device is {ordinal}, but this machine has the GPUs 0 to {len(info.devices) - 1}",
             param="cuda_device",
         )
     return info.devices[ordinal]

@@ -1,5 +1,4 @@
-"""EngineStatsRecorder: records the stats of an engine, as totals since its start and numbers of the newest
-step."""
+"""EngineStatsRecorder: the totals of an engine since its start, and the numbers of its newest step."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from llaisys.engine.scheduler import StepSpeed
 from llaisys.outputs import FinishReason
 from llaisys.stats import CANCEL_BOUNDS_S, STEP_BOUNDS_S, STEP_TOKENS_BOUNDS, Histogram
 
-# The phases of a step: scheduling, running the model, processing the result, and the engine thread's work
-# until the next step, mostly the delivery of outputs.
+# The phases of a step: scheduling, running the model, processing the result, and delivering the outputs. The
+# last one includes all work of the engine thread until the next step.
 PHASES = ("plan", "execute", "settle", "deliver")
 
 
 @dataclass(slots=True)
 class EngineStatsRecorder:
-    """The stats of one engine. `num_steps` counts executed steps.
+    """Records the stats of one engine. `num_steps` counts executed steps.
 
-    `clock`: returns seconds; used only to time the phases.
+    `clock` returns seconds and only times the phases.
     """
 
     clock: Callable[[], float]
@@ -46,8 +45,10 @@ class EngineStatsRecorder:
     _phase_began_s: float = 0.0
 
     def begin_step(self, now_s: float) -> None:
-        """Begin a step, and record the duration of the previous one if it computed something and work
-        continued."""
+        """Begin a step.
+
+        Record the duration of the previous step, if it computed something and work continued.
+        """
         if self._began_s is not None and (self.step_prefill_tokens or self.step_decode_tokens):
             self.step_s = now_s - self._began_s
             self.end_phase("deliver")
@@ -68,17 +69,16 @@ class EngineStatsRecorder:
         self.tokens_of_steps.observe(n_prefill + n_decode)
 
     def pause(self) -> None:
-        """Do not count the time until the next step, because no request is open."""
+        """Exclude the time until the next step from the durations, because no request is open."""
         self._began_s = None
 
     def record_admission(self, n_prompt: int, n_cached: int) -> None:
-        """Record the first admission of a request with `n_prompt` prompt tokens, `n_cached` of them
-        cached."""
+        """Record the first admission of a request with `n_cached` of its `n_prompt` prompt tokens cached."""
         self.prefix_query_tokens += n_prompt
         self.prefix_hit_tokens += n_cached
 
     def record_cancel(self, seconds: float) -> None:
-        """Record the seconds from a cancel until the request held no resources."""
+        """Record the seconds from a cancel until the resources of the request were free."""
         self.seconds_of_cancels.observe(seconds)
 
     def queued_prefill_s(self, waiting: WaitingQueue) -> float:

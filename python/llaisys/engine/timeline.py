@@ -1,7 +1,7 @@
 """TimelineRecorder: records what each request's time is spent on, from arrival to end, without gaps. Pure.
 
-At submission and after each plan, the engine records what a request's time is spent on *from now on*. A kind
-lasts until the next one is recorded. So spans cannot overlap or leave a gap, and a request that continues to
+At submission and after each plan, the engine records the kind of time that a request spends *from now on*. It
+lasts until another kind is recorded. So spans cannot overlap or leave a gap, and a request that continues to
 decode has no cost.
 """
 
@@ -18,13 +18,12 @@ from llaisys.timeline import Span, SpanKind, Timeline, TimelineKey
 
 SPANS_MAX = 256
 FINISHED_MAX = 1024
+# Maximum number of other requests that a span names as its cause.
 NAMED_REQUESTS_MAX = 3
 
 
 class _Record:
-    """The marks (start, kind, by) of one request in order of time; the last one is open. Times never
-    decrease.
-    """
+    """The marks (start, kind, by) of one request in order of time. The last one is open."""
 
     __slots__ = ("_counted_s", "arrival_s", "end_s", "marks", "seconds")
 
@@ -35,7 +34,7 @@ class _Record:
         self.seconds: dict[SpanKind, float] = {}
         self._counted_s = now_s  # `seconds` covers the time until here
 
-    def mark(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
+    def add_mark(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
         since_s, last_kind, last_by = self.marks[-1]
         if (last_kind, last_by) == (kind, by):
             return
@@ -84,23 +83,22 @@ class TimelineStore:
 
     def add(self, key: TimelineKey, now_s: float, behind: Iterable[TimelineKey] = ()) -> None:
         """Add a request that waits behind others; NAMED_REQUESTS_MAX of them are recorded."""
-        self._open[key] = _Record(now_s, SpanKind.QUEUED, _names(behind))
+        self._open[key] = _Record(now_s, SpanKind.QUEUED, _first_keys(behind))
 
     def record(self, key: TimelineKey, now_s: float, kind: SpanKind, by: Iterable[TimelineKey] = ()) -> None:
-        """Record what the request's time is spent on from now on. No effect for a request that is not
-        open."""
+        """Record what an open request's time is spent on from now on. No effect for other requests."""
         record = self._open.get(key)
         if record is None:
             return
         if kind is SpanKind.DECODE:
             self._decoding[key] = record
-            record.mark(now_s, *self._decode_mark(key))
+            record.add_mark(now_s, *self._decode_mark(key))
         else:
             self._decoding.pop(key, None)
-            record.mark(now_s, kind, _names(by))
+            record.add_mark(now_s, kind, _first_keys(by))
 
     def record_largest_chunk(self, now_s: float, chunk_of: TimelineKey | None) -> None:
-        """Record the request with the largest prompt chunk of the step; None: the step has no chunk.
+        """Record the request with the largest prompt chunk of the step, or None if the step has no chunk.
 
         Call it in every step. Decoding requests share the step with that chunk. Only a change has a cost.
         """
@@ -108,7 +106,7 @@ class TimelineStore:
             return
         self._chunk_of = chunk_of
         for key, record in self._decoding.items():
-            record.mark(now_s, *self._decode_mark(key))
+            record.add_mark(now_s, *self._decode_mark(key))
 
     def end(self, key: TimelineKey, now_s: float) -> None:
         """End the request's timeline. No effect for a request that is not open."""
@@ -133,7 +131,7 @@ class TimelineStore:
         return (SpanKind.OTHER_CHUNK, (self._chunk_of,))
 
 
-def _names(keys: Iterable[TimelineKey]) -> tuple[TimelineKey, ...]:
+def _first_keys(keys: Iterable[TimelineKey]) -> tuple[TimelineKey, ...]:
     return tuple(key for key, _ in zip(keys, range(NAMED_REQUESTS_MAX), strict=False))
 
 
@@ -171,9 +169,9 @@ class TimelineRecorder:
         self._first_tokens.append(request)
 
     def record_step(
-        self, made: SchedulerOutput, requests: Mapping[int, Request], n_running: int, now_s: float
+        self, plan: SchedulerOutput, requests: Mapping[int, Request], n_running: int, now_s: float
     ) -> None:
-        """Record what this step's time is spent on.
+        """Record what the time of a step is spent on.
 
         `requests`: the open requests by ordinal. `n_running`: number of running requests after the plan.
         """
@@ -181,22 +179,22 @@ class TimelineRecorder:
         for request in self._first_tokens:
             store.record(key_of(request), now_s, SpanKind.DECODE)
         self._first_tokens.clear()
-        served = [*made.decode, *(chunk.ordinal for chunk in made.chunks)]
+        served = [*plan.decode, *(chunk.ordinal for chunk in plan.chunks)]
         first = [key_of(requests[i]) for i in served[:NAMED_REQUESTS_MAX] if i in requests]
-        for ordinal in made.preempt:
+        for ordinal in plan.preempt:
             store.record(key_of(requests[ordinal]), now_s, SpanKind.PREEMPTED, first)
-        largest = max(made.chunks, key=lambda chunk: chunk.n_tokens, default=None)
+        largest = max(plan.chunks, key=lambda chunk: chunk.n_tokens, default=None)
         by = None if largest is None or largest.ordinal not in requests else key_of(requests[largest.ordinal])
         if len(served) < n_running:
-            self._record_all(made, requests, first, now_s)
+            self._record_all(plan, requests, first, now_s)
         elif not self._all_served:
-            for ordinal in made.decode:
+            for ordinal in plan.decode:
                 store.record(key_of(requests[ordinal]), now_s, SpanKind.DECODE)
         self._all_served = len(served) >= n_running
-        for chunk in made.chunks:
+        for chunk in plan.chunks:
             if chunk.ordinal in requests:
                 store.record(key_of(requests[chunk.ordinal]), now_s, SpanKind.OWN_CHUNK)
-        for ordinal in made.without_cells:
+        for ordinal in plan.without_cells:
             store.record(key_of(requests[ordinal]), now_s, SpanKind.KV_WAIT)
         store.record_largest_chunk(now_s, by)
 
@@ -211,13 +209,13 @@ class TimelineRecorder:
 
     def _record_all(
         self,
-        made: SchedulerOutput,
+        plan: SchedulerOutput,
         requests: Mapping[int, Request],
         first: Sequence[TimelineKey],
         now_s: float,
     ) -> None:
         """Record a step that does not serve all running requests; the others wait for it."""
-        decoding, computing = set(made.decode), {chunk.ordinal for chunk in made.chunks}
+        decoding, computing = set(plan.decode), {chunk.ordinal for chunk in plan.chunks}
         for ordinal, request in requests.items():
             if ordinal in decoding:
                 self.store.record(key_of(request), now_s, SpanKind.DECODE)

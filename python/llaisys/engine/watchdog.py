@@ -25,7 +25,7 @@ from llaisys.stats import EngineStats
 if TYPE_CHECKING:
     from llaisys.engine.worker import Watchdog
 
-# Seconds after which the watchdog ends the process (exit code 70) if nothing has reacted to the stall reason.
+# Seconds from a stall until the watchdog ends the process (exit code 70), unless it is stopped before.
 EXIT_AFTER_S = 10.0
 # Maximum number of running and of waiting requests in a snapshot.
 _LISTED_MAX = 16
@@ -46,7 +46,7 @@ class EngineWatchdog:
     - `window_s`: seconds without a layer, a token or a heartbeat after which the engine counts as stuck. For
       admissions and deadlines it is a sixth of that. An event loop without a heartbeat for a sixth is logged
       as late.
-    - `exits`: the watchdog always ends this process when the engine is stuck.
+    - `exits`: the watchdog ends this process EXIT_AFTER_S after a stall, unless `stop` is called before.
     """
 
     def __init__(self, window_s: float, *, exits: bool) -> None:
@@ -123,8 +123,10 @@ class EngineWatchdog:
         )
 
     def _snapshot(self, engine: LLMEngine) -> str:
-        """Return requests, queue, cells and the newest step as text, numbers only. Never waits for the
-        engine."""
+        """Return requests, queue, cells and the newest step as text with numbers only.
+
+        Never waits for the engine, whose thread is blocked.
+        """
         requests, stats = engine.requests, self._stats
         waiting = [each for queue in [*requests.waiting.client_queues.values()] for each in queue]
         n_running = len(requests.running)

@@ -63,7 +63,7 @@ def test_a_missing_max_tokens_is_clamped_and_a_large_one_rejected() -> None:
     assert token_limit([1] * 3, SamplingParams(max_tokens=None), bounds) == 23
     assert token_limit([1] * 60, SamplingParams(max_tokens=None), bounds) == 64
     assert token_limit([1] * 3, SamplingParams(max_tokens=20), bounds) == 23
-    with pytest.raises(RejectedError, match="max_tokens is 21, 20 is the most") as caught:
+    with pytest.raises(RejectedError, match="max_tokens is 21, allowed are up to 20") as caught:
         token_limit([1] * 3, SamplingParams(max_tokens=21), bounds)
     assert caught.value.param == "max_tokens"
 
@@ -78,7 +78,7 @@ def test_max_input_tokens_bounds_the_prompt() -> None:
 
 def test_n_is_bounded_by_max_num_seqs() -> None:
     assert token_limit([1], SamplingParams(n=4, max_tokens=1), limits()) == 2
-    with pytest.raises(RejectedError, match="n is 5, 4 choices"):
+    with pytest.raises(RejectedError, match="n is 5, allowed are up to 4"):
         token_limit([1], SamplingParams(n=5, max_tokens=1), limits())
 
 

@@ -359,7 +359,7 @@ def test_invalidate_of_tokens_that_are_not_cached_does_nothing() -> None:
 
 
 def _corrupt_pin_count(index: PrefixCache) -> None:
-    index._n_pins_given = 0
+    index._n_pins = 0
 
 
 def _corrupt_start(index: PrefixCache) -> None:

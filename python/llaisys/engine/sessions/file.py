@@ -75,7 +75,7 @@ class SessionFileSpec:
 
 
 class _Digest:
-    """The chain of digests."""
+    """The chain of digests: each one covers the previous digest and the next parts of the file."""
 
     def __init__(self) -> None:
         self._last = b""
@@ -97,9 +97,10 @@ class SessionWriter:
         self._fd, self._temporary = -1, ""
 
     def open(self) -> None:
-        """Open a temporary file.
+        """Open a temporary file and write the header.
 
-        Raises ExhaustedError for too many files. This and all other methods raise StorageError.
+        Raises ExhaustedError if the folder has `n_files_max` files. `open`, `add` and `commit` raise
+        StorageError.
         """
         with _disk_errors(self._path):
             folder = self._path.parent
@@ -179,8 +180,10 @@ class SessionReader:
             return self._read_header()
 
     def next(self) -> tuple[int, NDArray[np.uint8]] | None:
-        """Return the number of positions of the next piece and their K and V; None at the end of a valid
-        file."""
+        """Return the number of positions of the next piece, and their K and V as bytes `[n]`.
+
+        None at the end of a valid file. Raises RejectedError for a damaged file, or StorageError.
+        """
         with _disk_errors(self._path):
             count = self._read(_COUNT.size)
             (n,) = _COUNT.unpack(count)

@@ -34,9 +34,9 @@ class SessionRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One operation on a client's sessions; also the message that carries it to the engine.
 
     - `name`: the session. `other`: the new session of `fork`, the file of `save` and `restore`.
-    - `n_tokens`: number of tokens that `fork` and `trim` keep; None: all.
-    - `cache_salt`: for `restore`: requests with this salt share the restored prefix. `call_id`: matches the
-      reply with the request.
+    - `n_tokens`: number of tokens that `fork` and `trim` keep. None stands for all.
+    - `cache_salt`: the salt of a restored prefix. Only requests with the same salt share it.
+    - `call_id`: matches the reply with the request.
     """
 
     kind: Literal["list", "create", "fork", "trim", "delete", "save", "restore"]
@@ -62,7 +62,7 @@ class Session:
 
     - `token_ids`: the tokens whose K and V were computed. `salt`, `stream`: identify their tree in the prefix
       cache.
-    - `pin`: None: nothing is pinned. `is_restoring`: a restore is in progress, and the session's requests
+    - `pin`: None if nothing is pinned. `is_restoring`: a restore is in progress, and the session's requests
       wait.
     """
 
@@ -81,7 +81,7 @@ class SessionManager:
     """
 
     def __init__(self, kv_cache: KvCacheManager, limits: Limits) -> None:
-        """Without prefix caching, every operation is rejected."""
+        """Initialize without sessions. If prefix caching is off, every operation is rejected."""
         self._kv_cache = kv_cache
         self._shares = Shares(limits.max_sessions, limits.n_clients)
         self._n_pinned_max = int(limits.n_cells * limits.session_kv_share)
@@ -127,11 +127,11 @@ class SessionManager:
             raise RejectedError(f"session {name!r} already exists", param="session_id")
         n_by_client = Counter(client for client, _ in self._by_key)
         if not self._shares.allows(n_by_client, client_id):
-            has = f"there are {len(self._by_key)} sessions"
+            text = f"there are {len(self._by_key)} sessions"
             if self._shares.n_clients > 1:
                 n_reserved = self._shares.reserved
-                has = f"this client has {n_by_client[client_id]} sessions ({n_reserved} are reserved for it)"
-            raise ExhaustedError(f"{has}, which is the limit (max_sessions); delete one", param="session_id")
+                text = f"this client has {n_by_client[client_id]} sessions ({n_reserved} are reserved for it)"
+            raise ExhaustedError(f"{text}, which is the limit (max_sessions); delete one", param="session_id")
         session = self._by_key[key] = Session(key)
         return session
 
@@ -158,14 +158,14 @@ class SessionManager:
 
     def fork(self, session: Session, name: str, n_tokens: int | None) -> Session:
         """Create a session of the same client from the first tokens of this one; no cell is copied."""
-        token_ids = session.token_ids[: self._count(session, n_tokens)]
+        token_ids = session.token_ids[: self._checked_count(session, n_tokens)]
         new = self.create(session.key[0], name)
         self._assign(new, token_ids, session.salt, session.stream)
         return new
 
     def trim(self, session: Session, n_tokens: int | None) -> None:
         """Keep the first tokens of a session; the cells of the others become evictable."""
-        token_ids = session.token_ids[: self._count(session, n_tokens)]
+        token_ids = session.token_ids[: self._checked_count(session, n_tokens)]
         self._assign(session, token_ids, session.salt, session.stream)
 
     def delete(self, session: Session) -> None:
@@ -174,8 +174,10 @@ class SessionManager:
         self._unpin(session)
 
     def pin(self, session: Session) -> None:
-        """Pin the cached part of a session, make it the most recently used, and release pins above the
-        limit."""
+        """Pin the cached part of a session and make it the most recently used one.
+
+        While sessions pin more cells than allowed, release the least recently used pins.
+        """
         kv_cache, old = self._required_cache(), session.pin
         session.pin = kv_cache.pin_session(session.salt, session.token_ids, session.stream)
         self._pinned.pop(session.key, None)
@@ -194,13 +196,13 @@ class SessionManager:
         if not self._pinned:
             return False
         pinned = list(self._pinned.values())
-        most = pinned[0].key[0]
+        client_id = pinned[0].key[0]
         if self._shares.n_clients > 1:
             lengths: Counter[str] = Counter()
             for session in pinned:
                 lengths[session.key[0]] += 0 if session.pin is None else session.pin.n_tokens
-            most = max(lengths, key=lengths.__getitem__)
-        self._unpin(next(session for session in pinned if session.key[0] == most))
+            client_id = max(lengths, key=lengths.__getitem__)
+        self._unpin(next(session for session in pinned if session.key[0] == client_id))
         return True
 
     # --- information ---
@@ -234,11 +236,13 @@ class SessionManager:
     # --- inside ---
 
     def _required_cache(self) -> KvCacheManager:
+        """Return the KV cache. Raises UnsupportedError if prefix caching is off."""
         if not self._kv_cache.caches_prefixes:
             raise UnsupportedError("sessions need the prefix cache, which is off", param="session_id")
         return self._kv_cache
 
-    def _count(self, session: Session, n_tokens: int | None) -> int:
+    def _checked_count(self, session: Session, n_tokens: int | None) -> int:
+        """Return the number of tokens to keep. Raises RejectedError if the session has fewer."""
         n_max = len(session.token_ids)
         if n_tokens is not None and not 0 <= n_tokens <= n_max:
             raise RejectedError(

@@ -1,4 +1,4 @@
-"""SessionRequestHandler: executes session requests on the engine thread; a second thread does file I/O.
+"""SessionRequestHandler: executes session requests on the engine thread, with file I/O on a second thread.
 
 A save or a restore is a generator. It yields a piece of file I/O, is resumed when that is done, and exports
 or imports the cells of one piece in between. `continue_transfer` resumes one transfer, so a step of the
@@ -76,7 +76,10 @@ class SessionRequestHandler:
     def __init__(
         self, sessions: SessionManager, kv_cache: KvCacheManager, limits: Limits, callbacks: EngineCallbacks
     ) -> None:
-        """With a session store, hash the weights now, because doing it later would delay a step."""
+        """Initialize without transfers.
+
+        With a session store, hash the weights now, because the first `fingerprint` would delay a step.
+        """
         self._sessions = sessions
         self._kv_cache = kv_cache
         self._store = limits.session_store
@@ -123,7 +126,7 @@ class SessionRequestHandler:
         return replies
 
     def close(self) -> None:
-        """Abandon all transfers; wait for file I/O in progress."""
+        """Cancel all transfers and wait for file I/O in progress."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         for transfer in self._transfers:
@@ -133,7 +136,7 @@ class SessionRequestHandler:
     # --- inside ---
 
     def _execute(self, request: SessionRequest) -> list[SessionInfo] | None:
-        """Return the sessions to reply with; None: a transfer has begun and replies later."""
+        """Return the sessions to reply with, or None if a transfer has begun and replies later."""
         sessions, client_id = self._sessions, request.client_id
         match request.kind:
             case "list":
@@ -166,12 +169,11 @@ class SessionRequestHandler:
         return [sessions.info(session)]
 
     def _path(self, request: SessionRequest) -> tuple[Path, SessionFileSpec]:
-        """Return the path and the spec of a file. Each client has its own folder; a valid name cannot leave
-        it.
-        """
+        """Return the path and the spec of a file. Each client has its own folder, which no name can leave."""
         if self._store is None or self._file_spec is None:
             raise UnsupportedError(
-                f"{request.kind} needs the setting session_store and the prefix cache", param="session_store"
+                f"{request.kind} needs the prefix cache and a session_store; set one with --session-store",
+                param="session_store",
             )
         check_name(request.other, "file")
         folder = hashlib.blake2b(
@@ -247,10 +249,12 @@ class SessionRequestHandler:
         self._callbacks.end_restore(session, None)
 
     def _stream_for(self, session: Session) -> int:
-        """Return the stream with the longest cached part of the session, otherwise the one with the most
-        available cells."""
-        index, ids = self._kv_cache.prefix_cache, session.token_ids
-        match = index.match(session.salt, ids, len(ids))
+        """Return the stream with the longest cached part of the session.
+
+        If no part is cached, return the stream with the most available cells.
+        """
+        ids = session.token_ids
+        match = self._kv_cache.prefix_cache.match(session.salt, ids, len(ids))
         streams = range(self._kv_cache.n_streams)
         return (
             match.stream
