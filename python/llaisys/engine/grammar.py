@@ -1,16 +1,19 @@
 """Compiles the grammars of structured outputs with llguidance, and limits the work of each.
 
-Data path: StructuredOutputsParams -> `try_grammar` in a worker process that may be killed
-(`llaisys.grammar_trials`) -> with the request to the engine -> `GrammarCompiler.compile` on a thread of
-`structured_output.py`, once for each choice.
+`llaisys.grammar_trials` first runs `try_grammar` in a worker process that may be killed. Then the engine gets
+the request, and `structured_output.py` compiles the grammar again on a thread, once for each choice.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,13 +24,10 @@ from llaisys.sampling_params import JSON_STYLE, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from itertools import chain
-from typing import Any, TypeVar
 
-Mask = NDArray[np.uint32]
+T = TypeVar("T")
+# The allowed tokens of a row, `[ceil(vocab / 32)]`: bit `id % 32` of word `id / 32`.
+Mask: TypeAlias = NDArray[np.uint32]
 
 # Limits count work, not time, so that a request always ends in the same way. The cost is quadratic in the
 # number of parser items in a row: 3,000 take about 20 ms.
@@ -130,8 +130,7 @@ class GrammarCompiler:
 
 
 def next_mask(matcher: LLMatcher, vocab_size: int, where: str) -> Mask:
-    """Return the bit mask `[ceil(vocab / 32)]` of the allowed tokens; eos is among them if the completion may
-    end.
+    """Return the mask of the next token. It allows eos if the completion may end.
 
     Raises RejectedError if no token is allowed, or the mask takes more work than LIMITS allow.
     """
@@ -204,8 +203,6 @@ def _reason(matcher: LLMatcher) -> str:
     return f"{message} {reason}".strip()[:300]
 
 
-T = TypeVar("T")
-
 # Stack bytes of a thread. llguidance recurses into rules and `$ref`s: 64 KiB of text can nest thousands of
 # levels, which used up to 100 MiB of stack. A stack overflow would end the process. This reserves address
 # space only.
@@ -214,8 +211,7 @@ _STACK_SIZE = threading.Lock()  # the stack size of new threads is a setting of 
 
 
 class FairThreadPool:
-    """Threads with deep stacks that serve clients round robin, so that no client waits for all work of
-    another.
+    """Threads with deep stacks that serve clients round robin, so none waits for all work of another.
 
     The first `submit` starts the `num_threads` threads. Thread-safe.
     """
@@ -229,8 +225,7 @@ class FairThreadPool:
         self._closed = False
 
     def submit(self, client_id: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work and return its future. It runs after the client's earlier work, round robin over
-        clients."""
+        """Queue work after the earlier work of the client, and return its future."""
         future: Future[T] = Future()
         with self._changed:
             self._queues.setdefault(client_id, deque()).append((future, work))
