@@ -193,7 +193,7 @@ async def test_a_rejection_is_raised_by_the_first_anext(prompt: list[int], error
         await collect(service, "a")
 
 
-async def test_a_full_queue_is_refused(gate: Gate) -> None:
+async def test_a_request_for_a_full_queue_is_rejected(gate: Gate) -> None:
     async with started(max_num_seqs=1, max_num_queued_reqs=1) as service:
         gate.opened.clear()
         first = asyncio.create_task(collect(service, "a"))
@@ -208,7 +208,7 @@ async def test_a_full_queue_is_refused(gate: Gate) -> None:
         assert all(o.outputs[0].token_ids == core.answer(PROMPT, 10) for o in outputs)
 
 
-async def test_an_id_in_use_is_refused(gate: Gate) -> None:
+async def test_a_request_id_in_use_is_rejected(gate: Gate) -> None:
     async with started() as service:
         gate.opened.clear()
         first = asyncio.create_task(collect(service, "a"))
@@ -310,13 +310,19 @@ async def test_a_stuck_engine_is_not_alive_even_before_its_streams_end() -> None
 
 
 @pytest.mark.parametrize("trouble", [core.DEADLY, core.PANICS])
-async def test_an_engine_failure_ends_every_stream_and_readiness(trouble: int) -> None:
+async def test_an_engine_failure_ends_every_stream_and_readiness(gate: Gate, trouble: int) -> None:
     async with started() as service:
-        streams = [asyncio.create_task(collect(service, f"{i}", max_tokens=100)) for i in range(5)]
-        with pytest.raises(EngineDeadError):
-            await collect(service, "bad", [trouble])
+        gate.opened.clear()
+        prompts = [*[PROMPT] * 5, [trouble]]
+        streams = [
+            asyncio.create_task(collect(service, f"{i}", prompt, max_tokens=100))
+            for i, prompt in enumerate(prompts)
+        ]
+        await gate.reached()
+        await until(lambda: not service._unsubmitted)
+        gate.opened.set()
         results = await asyncio.gather(*streams, return_exceptions=True)
-        assert all(isinstance(r, (EngineDeadError, RequestOutput)) for r in results)
+        assert [type(result) for result in results] == [EngineDeadError] * 6
         assert not service.is_alive()
         assert not service.is_ready()
         with pytest.raises(EngineDeadError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -150,7 +151,12 @@ def test_a_faulty_row_does_not_stop_the_other_requests(llm: LLM, caplog: pytest.
     assert "not finite" in caplog.text
 
 
-def test_a_timeout_applies_only_if_set() -> None:
+def test_a_timeout_applies_only_if_set(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+    submit = llm._client.submit
+    monkeypatch.setattr(llm._client, "submit", lambda r: deadlines.append(r.deadline_s) or submit(r))
+    llm.generate(prompt(1), GREEDY)
+    assert deadlines == [math.inf]
     with LLM("fake", request_timeout_s=1e-9) as hurried:
         assert hurried.generate(prompt(1), GREEDY)[0].outputs[0].finish_reason == "timeout"
 

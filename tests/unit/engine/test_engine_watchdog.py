@@ -140,10 +140,12 @@ def test_all_watchdog_windows_follow_one_setting(blocked: BlockedClient) -> None
 
 def test_closing_stops_the_watchdog() -> None:
     made = BlockedClient()
+    threads = [thread for thread in threading.enumerate() if thread.name == "llaisys-watchdog"]
+    assert threads
     made.client.close()
-    for thread in threading.enumerate():
-        if thread.name == "llaisys-watchdog":
-            thread.join(30)
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
     assert not made.watch.is_stuck
 
 

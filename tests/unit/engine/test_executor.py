@@ -79,14 +79,14 @@ def test_a_batch_that_fails_only_as_a_whole_is_logged(caplog: pytest.LogCaptureF
     assert "8 items failed as a whole but not in parts: 24 rows" in caplog.text
 
 
-def test_refusing_half_of_a_batch_ends_the_engine() -> None:
+def test_a_core_that_rejects_half_of_a_batch_ends_the_engine() -> None:
     _, executor, batch = step([core.REFUSED, 5, core.REFUSED, 5])
     with pytest.raises(EngineDeadError, match="2 of 4"):
         executor.execute_model(batch, NOW)
 
 
 @pytest.mark.parametrize("seconds", [14.9, 15.1])
-def test_five_refusals_within_a_minute_end_the_engine(seconds: float) -> None:
+def test_five_rejected_requests_within_a_minute_end_the_engine(seconds: float) -> None:
     _, executor, batch = step([core.REFUSED] * 5)
     for i in range(4):
         executor.execute_model(batch.part(i, i + 1), NOW + i * seconds)
@@ -98,7 +98,7 @@ def test_five_refusals_within_a_minute_end_the_engine(seconds: float) -> None:
             executor.execute_model(last, NOW + 4 * seconds)
 
 
-def test_refused_choices_of_one_request_count_once() -> None:
+def test_rejected_choices_of_one_request_count_once() -> None:
     _, executor, batch = step([core.REFUSED] * 8, name="one")
     for i in range(8):
         assert executor.execute_model(batch.part(i, i + 1), NOW).rejected == [0]

@@ -259,12 +259,18 @@ def test_invariant_violations_are_counted(made: Client, error: Exception, count:
 def test_close_ends_open_requests_and_is_idempotent(made: Client) -> None:
     made.block()
     made.client.submit(ask("waits", prompt=[1] * 40))
-    closer = threading.Thread(target=made.client.close)
-    closer.start()
-    made.gate.set()
-    closer.join(30)
-    made.end_of("blocked", "waits")
-    assert all(end.error is None or "shutting down" in str(end.error) for end in made.ends.values())
+    thread = made.client._loop._thread
+    join = thread.join
+
+    def continue_step_then_join() -> None:
+        made.gate.set()
+        join()
+
+    thread.join = continue_step_then_join  # type: ignore[method-assign,assignment]
+    made.client.close()  # it joins the thread after sending Shutdown
+    ends = made.end_of("blocked", "waits")
+    assert all(isinstance(end.error, EngineDeadError) for end in ends)
+    assert all("shutting down" in str(end.error) for end in ends)
     made.client.close()
     with pytest.raises(EngineDeadError, match="shutting down"):
         made.client.submit(ask("late"))
