@@ -1,4 +1,4 @@
-"""Every call into the core fails once, at every point of a run of eight requests (reliability.md, suite 3).
+"""Every call into the core fails once, at every point of a run of eight requests.
 
 A fault that the core can undo fails one request at most, and the others keep their bits. Any other fault ends
 the engine, and with it every request exactly once.

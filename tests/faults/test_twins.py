@@ -1,4 +1,4 @@
-"""Negative tests on the real core (reliability.md, 5): each check alone detects a release without effect.
+"""Negative tests on the real core: each check alone detects a release without effect.
 
 The snapshot names what leaked.
 """

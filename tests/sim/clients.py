@@ -11,7 +11,7 @@ from llaisys.engine.scheduler import SchedulerOutput, SchedulerView
 from sim.world import Mix, World, mix_of
 
 N_CLIENTS = 8
-PLENTY = 4 * 32 * 320  # cells for the worst case of all that can run, and for what the cache may pin
+PLENTY = 4 * 32 * 320  # cells for the worst case of all running requests, and for what the cache may pin
 
 
 def client_mix(seed: int, n_requests: int) -> Mix:
@@ -25,11 +25,11 @@ class ClientWorld(World):
     """Checks each plan against a slow model of the shares, in addition to the rules of `World`:
 
     - The share of a client is `max_num_seqs` divided by the number of clients with open requests, at least 1.
-    - Requests are preempted for a share only of clients above theirs, and a client below its share has then a
-      request admitted, unless cells are short.
-    - No starvation: where cells are plenty, a client that runs nothing and has a request that waits gets one
-      in within as many plans as there are clients. The only exception is that every request above its
-      client's share is the oldest of all or worst-case reserved.
+    - Only requests of clients above their share are preempted for a share. Unless cells are short, a request
+      of a client below its share is then admitted.
+    - No starvation: if there are enough cells, a client with only waiting requests has one admitted within as
+      many plans as there are clients. The only exception is that every request above its client's share is
+      the oldest of all or worst-case reserved.
     - A client runs only as many worst-case-reserved requests as leave the other clients their part.
     """
 

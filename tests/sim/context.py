@@ -107,8 +107,8 @@ class SimContext:
     def set_sampler(
         self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
     ) -> None:
-        if REFUSED in prompt_ids and spec.temperature == 0:  # refused at admission; otherwise by the decode
-            raise RejectedError("the sampler refuses this prompt")
+        if REFUSED in prompt_ids and spec.temperature == 0:  # rejected at admission; otherwise by the decode
+            raise RejectedError("the sampler rejects this prompt")
         sequence = self._sequences[seq_id]
         sequence.spec, sequence.n_output = spec, len(output_ids)
 

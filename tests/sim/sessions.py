@@ -60,7 +60,7 @@ class SessionWorld(World):
             self.tokens.setdefault((fate.request.client_id, fate.request.session_id), [])
 
     def call(self) -> None:
-        """Make a call. It moves no cell, and is refused exactly if its session or tokens do not exist."""
+        """Make a session request. It moves no cell; it is rejected exactly if a name or token is missing."""
         rng = self.session_rng
         kind = rng.choice(["create", "fork", "fork", "trim", "delete", "list"])
         client_id, name, other = f"c{rng.randrange(8)}", rng.choice(NAMES), rng.choice(NAMES)

@@ -1,4 +1,4 @@
-"""Clients with shares in the simulated world: none starves, whatever the others send.
+"""Clients with shares in the simulated world: no client starves, for any load of the others.
 
 SIM_SEED=13 pytest tests/sim/test_clients.py     runs that seed alone
 """
@@ -18,8 +18,8 @@ N_SEEDS, N_REQUESTS = 20, 200
 def test_no_client_below_its_share_is_starved() -> None:
     """Check the rules of `ClientWorld` and of `World`.
 
-    Among the latter: tokens are those of a request alone, the oldest request is not preempted, none is
-    preempted more than three times, and no valid request fails.
+    So tokens are those of a request alone, and no valid request fails. The oldest request is not preempted,
+    and no request is preempted more than three times.
     """
     chosen = os.environ.get("SIM_SEED")
     n_for_shares = n_preempted = 0

@@ -1,6 +1,6 @@
 """Everything that three requests can do to an engine with two sequence ids and four cells.
 
-To depth 7, and in `make test-long` to depth 12. The search takes every possible action from each state and
+To depth 7, and in `make test-long` to depth 12. The search does every possible action in each state and
 visits equal states once. After every action all counts are verified. From every state the engine ends every
 request without further actions, and keeps only the prefix cache.
 """

@@ -2,7 +2,7 @@
 
 Everything follows from one seed. After every step the counts must balance and every plan must follow the
 rules. Every 64 steps everything is checked. At the end each request has ended once, with the tokens that it
-gets alone. The numbers in brackets are those of the invariants of the design (reliability.md, 4).
+gets alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sim.context import SimContext, answer
 STEPS_BETWEEN_CHECKS = 64
 PROMPT_MAX, OUTPUT_MAX = 256, 64
 FAR_S = 600.0
-# Five requests that the core refuses within a minute end the engine; a world has fewer.
+# Five requests that the core rejects within a minute end the engine; a world has fewer.
 N_REFUSED_MAX = 4
 
 
@@ -84,7 +84,7 @@ def output_length(rng: random.Random) -> int:
 
 @dataclass
 class Fate:
-    """A request, and the outputs of each of its choices."""
+    """A submitted request, and the outputs of each of its choices."""
 
     request: EngineRequest
     seed: int
@@ -185,7 +185,7 @@ class World:
             heappush(self.cancels, (self.now_s + rng.expovariate(12), name))
 
     def _prompt(self) -> tuple[str, list[int]]:
-        """Often the head of an earlier chat goes on, or is edited."""
+        """Return a salt and a prompt, which often continues or edits the head of an earlier chat."""
         rng = self.rng
         n_prompt = prompt_length(rng)
         salt, prompt = rng.choice("ab"), []
@@ -198,7 +198,7 @@ class World:
         """No request has a session here (`sim.sessions` does)."""
 
     def _spoil(self, prompt: list[int], facts: dict[str, Any]) -> None:
-        """The request's own row comes out wrong, or the core refuses it, at admission or in a batch."""
+        """Make the request's row not finite, or make the core reject it, at admission or in a batch."""
         token = self.rng.choice([NON_FINITE, REFUSED])
         if token == REFUSED and facts["temperature"] > 0:
             if self.n_core_refused == N_REFUSED_MAX:
@@ -235,14 +235,14 @@ class World:
         for output in self._engine_step():
             self._take(output)
         self.n_steps += 1
-        self._count()
+        self._check_counts()
         if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
             self.engine.check()
             self.trace = zlib.crc32(b"%d" % self.context.digest(), self.trace)
         self.now_s += 0.004 + 0.0002 * (self.context.n_rows - n_rows)
 
     def run(self) -> None:
-        """Run until every request has ended; then only the prefix cache holds cells [I14]."""
+        """Run until every request has ended; then only the prefix cache has cells."""
         while not self.is_over:
             self.step()
         self.engine.check()
@@ -268,28 +268,28 @@ class World:
         stayed = [r for r in view.running if r.ordinal not in made.expire]
         preempted = [r for r in stayed if r.ordinal in made.preempt]
         assert len(preempted) == len(made.preempt)
-        if preempted:  # [I11]
+        if preempted:
             assert min(stayed, key=queue_key) not in preempted, "the oldest was preempted"
             assert all(r.num_preempted < PREEMPTIONS_MAX for r in preempted), "preempted too often"
         if not stayed and any(r.source.deadline_s > now_s for r in view.waiting):
             pinned = self.engine.sessions.n_pinned  # the step is planned again without them
-            assert made.admit or pinned, "nothing runs, a request waits, and none was admitted"  # [I10]
+            assert made.admit or pinned, "nothing runs, a request waits, and none was admitted"
         if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
             assert self.scheduler.schedule(view) == made, "equal views gave two plans"
         self.trace = zlib.crc32(repr((made.admit, made.preempt, made.expire)).encode(), self.trace)
         return made
 
-    def _count(self) -> None:
+    def _check_counts(self) -> None:
         stats = self.engine.stats()
-        assert self.context.n_seq_free + stats.num_running == self.mix.n_running  # [I1, I6]
-        assert len(self.fates) <= self.limits.max_num_queued_reqs + self.mix.n_running  # [I9]
-        assert stats.kv_cells_free == self.context.n_cells_free  # [I2]
+        assert self.context.n_seq_free + stats.num_running == self.mix.n_running, "a sequence id is lost"
+        assert len(self.fates) <= self.limits.max_num_queued_reqs + self.mix.n_running, "too many are open"
+        assert stats.kv_cells_free == self.context.n_cells_free, "the free cells are counted wrongly"
         if not stats.num_running:
             assert stats.kv_cells_used == stats.kv_cells_session
             assert stats.kv_cells_free + stats.kv_cells_retained == self.mix.n_cells
 
     def _take(self, output: EngineOutput) -> None:
-        """Check an output: none after an end [I8], one end per choice, and one last output [I7, I12]."""
+        """Check an output: none after an end, one end per choice, and one last output."""
         fate = self.fates[output.request_id]
         assert fate.reasons[output.index] is None, "an output after the end"
         fate.tokens[output.index] += output.new_token_ids
@@ -317,13 +317,13 @@ class World:
                 self.chats[self.rng.randrange(48)] = chat
 
     def _check_end(self, fate: Fate, output: EngineOutput) -> None:
-        """Check the reason and time of an end; the tokens must be those of the request alone [I3, I4]."""
+        """Check the reason and time of an end; the tokens must be those of the request alone."""
         request, tokens, reason = fate.request, fate.tokens[output.index], output.finish_reason
         assert reason is not None
         self.n_ended[reason.value] = self.n_ended.get(reason.value, 0) + 1
         trouble = {NON_FINITE, REFUSED} & set(request.prompt_token_ids)
         late_s = self.now_s - request.deadline_s
-        assert late_s <= self.limits.timeout_scan_s + 0.2, "ended long after its deadline"  # [I13]
+        assert late_s <= self.limits.timeout_scan_s + 0.2, "ended long after its deadline"
         params = request.params
         spec = SamplerSpec(temperature=params.temperature, seed=fate.seed, choice=output.index)
         want = [*islice(answer(request.prompt_token_ids, spec), len(tokens))]

@@ -1,7 +1,7 @@
-"""The deadlock of the eleven requests (reliability.md, 5): eight ids, twelve requests, every way to end.
+"""Twelve requests on eight sequence ids, with every way to end. A leaked id stops the engine early.
 
-Ids and cells are those of the real core. What was freed last is acquired next, so that a stale use shows at
-once. Each negative test breaks one thing, and verifies that its check fires.
+Ids and cells are those of the real core. The id or cell that was freed last is acquired next, so that a stale
+use is detected at once. Each negative test breaks one thing, and verifies that its check detects it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Eight:
         if free_before and waited:  # the budget of 16 tokens leaves at least one for eight ids
             n_ended = sum(output.finish_reason is not None for output in outputs)
             stats = self.engine.stats()
-            assert stats.num_waiting < waited or n_ended, "an id was free, and no waiting request got it"
+            assert stats.num_waiting < waited or n_ended, "an id was free, and no waiting request acquired it"
         return outputs
 
     def run(self) -> None:
@@ -196,8 +196,8 @@ def test_a_thousand_in_a_loop() -> None:
     assert min(ends[end] for end in (*FinishReason,)) > 50
 
 
-def test_the_twelfth_gets_the_tokens_of_the_fourth() -> None:
-    """They have the same prompt, on the same slot in a newer generation."""
+def test_requests_with_equal_prompts_get_equal_tokens() -> None:
+    """Requests 4, 8 and 12 run on the same slot, each in a newer generation."""
     world, acquired = Eight(), []
     acquire = world.context.seq_acquire
     world.context.seq_acquire = lambda stream=0: acquired.append(acquire(stream)) or acquired[-1]  # type: ignore[method-assign,func-returns-value]
