@@ -1,1 +1,1 @@
-"""The only fakes there are: a core that counts cells for real over a made-up model, a clock, a text side."""
+"""Fakes: a core whose model is a hash, engines and services on it, a clock, a watchdog, a hub."""

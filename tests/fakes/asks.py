@@ -26,7 +26,10 @@ def limits(**changes: Any) -> Limits:
 
 
 def ask(request_id: str = "r", prompt: list[int] | None = None, **changes: Any) -> EngineRequest:
-    """A greedy request with ten answer tokens; names of SamplingParams go there."""
+    """Return a greedy request of up to ten output tokens.
+
+    `changes`: fields of EngineRequest or of its SamplingParams.
+    """
     facts: dict[str, Any] = {"eos_token_ids": (256, 257), "arrival_s": 1000.0, "deadline_s": 1600.0}
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
     for name, value in changes.items():

@@ -21,12 +21,12 @@ class Watchdog:
         self._reader, self._writer = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         Watchdog.newest = self
 
-    def tell(self, stall_reason: str) -> None:
+    def report_stall(self, stall_reason: str) -> None:
         """Report a stall."""
         self.stall_reason = stall_reason
         self._writer.write(stall_reason[1:].encode())
 
-    def tell_late(self) -> None:
+    def report_late_loop(self) -> None:
         """Report a late event loop."""
         self._writer.write(b"L")
 

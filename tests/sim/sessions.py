@@ -75,12 +75,12 @@ class SessionWorld(World):
         n_free = self.context.n_cells_free
         call = SessionRequest(kind=kind, client_id=client_id, name=name, other=other, n_tokens=n_tokens)  # type: ignore[arg-type]
         self.engine.session_requests.handle(call)
-        (answer,) = self.engine.session_requests.pop_replies()
+        (reply,) = self.engine.session_requests.pop_replies()
         assert self.context.n_cells_free == n_free, "a call moved cells"
-        assert (answer.error is None) == is_good, (kind, answer.error)
+        assert (reply.error is None) == is_good, (kind, reply.error)
         self.n_calls[kind] = self.n_calls.get(kind, 0) + 1
         if not is_good:
-            assert isinstance(answer.error, RejectedError)
+            assert isinstance(reply.error, RejectedError)
             return
         match kind:
             case "create":

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
-from sim.crowd import growth
+from sim.memory_growth import growth
 
 N_REQUESTS = int(os.environ.get("SIM_REQUESTS", "60000"))
 # A leak of 8 bytes per request is 160,000 bytes in the traced part, and 1.2 MB in 200,000 requests.

@@ -40,7 +40,7 @@ def test_the_stats_of_one_request() -> None:
     stats.record_tokens(news(1, index=1), 102.0)
     stats.record_end("a", "stop", 103.0)
     stats.record_end("a", "abort", 104.0)
-    stats.record_end("never taken", "abort", 104.0)
+    stats.record_end("unknown", "abort", 104.0)
     stats.record_tokens(news(5), 104.0)
     engine = EngineStats(num_running=1, num_waiting=2, kv_cells=10, kv_cells_used=3)
     stats = stats.snapshot(engine, 2)

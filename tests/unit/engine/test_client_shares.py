@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fakes import core
 from fakes.asks import ask, limits
-from fakes.desk import Desk
 from fakes.engines import Engine
+from fakes.session_runner import SessionRunner
 from llaisys.engine.client_shares import ABOVE_CELLS, ABOVE_IDS, WITHIN, ClientShares
 from llaisys.engine.request import PREEMPTIONS_MAX, Request, Running
 from llaisys.engine.request_queue import WaitingQueue, queue_key
@@ -234,25 +234,25 @@ def test_queued_tokens_are_shared_among_clients() -> None:
 
 
 def test_sessions_are_shared_among_clients() -> None:
-    desk = Desk(max_sessions=8, n_clients=2)
+    runner = SessionRunner(max_sessions=8, n_clients=2)
     for i in range(6):
-        desk.call("create", f"s{i}", client_id="a")
-    desk.begin("create", "s6", client_id="a")
+        runner.call("create", f"s{i}", client_id="a")
+    runner.begin("create", "s6", client_id="a")
     with pytest.raises(ExhaustedError, match=r"this client has 6 sessions \(2 are reserved for it\)"):
-        desk.end()
+        runner.end()
     for name in ("x", "y"):
-        desk.call("create", name, client_id="b")
-    desk.begin("create", "z", client_id="b")
+        runner.call("create", name, client_id="b")
+    runner.begin("create", "z", client_id="b")
     with pytest.raises(ExhaustedError):
-        desk.end()
+        runner.end()
 
 
 def test_session_pins_of_one_client_do_not_evict_those_of_another() -> None:
-    desk = Desk(n_cells=200, session_kv_share=0.3, n_clients=2)
-    desk.run("b", [9] * 20, max_tokens=1, session_id="mine", client_id="b", cache_salt="b/")
+    runner = SessionRunner(n_cells=200, session_kv_share=0.3, n_clients=2)
+    runner.run("b", [9] * 20, max_tokens=1, session_id="mine", client_id="b", cache_salt="b/")
     for i in range(4):
-        desk.run(f"a{i}", [i] * 20, max_tokens=1, session_id=f"s{i}", client_id="a", cache_salt="a/")
-    desk.begin("list", client_id="b")
-    assert [session.num_pinned_tokens for session in desk.end()] == [20]
-    desk.begin("list", client_id="a")
-    assert [session.num_pinned_tokens for session in desk.end()] == [0, 0, 20, 20]
+        runner.run(f"a{i}", [i] * 20, max_tokens=1, session_id=f"s{i}", client_id="a", cache_salt="a/")
+    runner.begin("list", client_id="b")
+    assert [session.num_pinned_tokens for session in runner.end()] == [20]
+    runner.begin("list", client_id="a")
+    assert [session.num_pinned_tokens for session in runner.end()] == [0, 0, 20, 20]

@@ -84,7 +84,7 @@ def test_a_stall_ends_every_request_once_without_waiting_for_the_engine(
     assert blocked.inside.wait(30)
     blocked.client.submit(ask("waits"))
     with caplog.at_level(logging.CRITICAL):
-        blocked.watchdog.tell(reason)
+        blocked.watchdog.report_stall(reason)
         assert blocked.failed.wait(30)
     assert sorted(output.request_id for output in blocked.outputs) == ["runs", "waits"]
     assert all(isinstance(o.error, EngineDeadError) and reason in str(o.error) for o in blocked.outputs)
@@ -158,7 +158,7 @@ def test_a_late_event_loop_is_logged_with_its_stack_and_ends_no_request(blocked:
         blocked.client.submit(ask("runs"))
         for _ in range(2):
             blocked.client.beat()
-            blocked.watchdog.tell_late()
+            blocked.watchdog.report_late_loop()
             record = records.get(timeout=30)
             assert record.levelname == "WARNING"
             assert "the event loop is late" in record.getMessage()
@@ -167,7 +167,7 @@ def test_a_late_event_loop_is_logged_with_its_stack_and_ends_no_request(blocked:
         assert records.empty()
         assert not blocked.client.is_stuck
         assert blocked.outputs == []
-        blocked.watchdog.tell("V5")
+        blocked.watchdog.report_stall("V5")
         assert blocked.failed.wait(30)
         assert blocked.client.is_stuck
     finally:
@@ -188,7 +188,7 @@ def test_an_event_loop_is_watched_without_an_engine(caplog: pytest.LogCaptureFix
     assert core.Watchdog.newest.n_beats == 1
     assert core.Watchdog.newest.windows["exit_after_s"] is None
     with caplog.at_level(logging.CRITICAL):
-        core.Watchdog.newest.tell("V5")
+        core.Watchdog.newest.report_stall("V5")
         assert failed.wait(30)
     assert watch.is_stuck
     assert [str(error) for error in errors] == ["the engine is stuck: V5"]

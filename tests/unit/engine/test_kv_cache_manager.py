@@ -8,6 +8,7 @@ import pytest
 
 from fakes import core
 from fakes.engines import NOW, Engine
+from llaisys.engine.request import PREEMPTIONS_MAX
 from llaisys.outputs import FinishReason
 
 CHAT = list(range(1, 41))
@@ -127,17 +128,25 @@ def test_without_a_cache_a_preempted_request_is_recomputed() -> None:
     assert made.tokens == {"a": core.answer([1] * 20, 20), "b": core.answer([2] * 20, 40)}
 
 
-def test_preemptions_per_request_are_bounded() -> None:
-    made = engine_of(n_cells=64, max_num_seqs=4, max_num_queued_reqs=40, enable_prefix_caching=False)
-    prompts = {f"{i}": [i] * 8 for i in range(12)}
-    for name, prompt in prompts.items():
-        made.submit(name, prompt=prompt, max_tokens=50)
-    worst: dict[int, int] = {}
+@pytest.mark.parametrize(("bound", "n_preempted"), [(PREEMPTIONS_MAX, 3), (99, 4)])
+def test_preemptions_per_request_are_bounded(
+    bound: int, n_preempted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the request of the lowest priority runs alone, two requests arrive that need its cells."""
+    monkeypatch.setattr("llaisys.engine.request.PREEMPTIONS_MAX", bound)
+    monkeypatch.setattr("llaisys.engine.kv_cache_planner.LOOKAHEAD_TOKENS", 0)
+    made = engine_of(n_cells=64, enable_prefix_caching=False)
+    made.submit("low", prompt=[1] * 8, max_tokens=30, priority=1)
+    (low,) = made.engine.requests.by_ordinal.values()
+    n_arrived = 0
     while made.engine.has_work():
+        if made.engine.requests.running == [low]:
+            made.submit(f"{n_arrived}", f"{n_arrived + 1}", prompt=[2] * 22, max_tokens=6)
+            n_arrived += 2
         made.step()
-        worst |= {r.ordinal: r.num_preempted for r in made.engine.requests.running}
-    assert max(worst.values()) <= 3
-    assert made.tokens == {name: core.answer(prompt, 50) for name, prompt in prompts.items()}
+    assert low.num_preempted == made.engine.stats().num_preempted == n_preempted
+    assert n_arrived > 2 * n_preempted
+    assert made.tokens["low"] == core.answer([1] * 8, 30)
 
 
 def test_cells_of_a_faulty_request_are_invalidated() -> None:

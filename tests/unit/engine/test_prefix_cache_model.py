@@ -80,7 +80,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixCache(N_STREAMS)
+        self.cache = PrefixCache(N_STREAMS)
         self.core = NodeStore()
         self.cached: dict[Cell, int] = {}
         self.lost: set[Cell] = set()
@@ -100,13 +100,13 @@ class PrefixMachine(RuleBasedStateMachine):
     def release(self, running: Running) -> None:
         """Release the pin; cells that only it pinned count as used now."""
         self.running.remove(running)
-        self.index.unpin(running.pin)
+        self.cache.unpin(running.pin)
         self.clock += 1
         for cell in set(running.cells(running.n_pinned)) - self.pinned():
             self.cached[cell] = self.clock
 
     def insert(self, running: Running) -> None:
-        running.pin, edits = self.index.insert(running.salt, running.tokens, running.stream, running.pin)
+        running.pin, edits = self.cache.insert(running.salt, running.tokens, running.stream, running.pin)
         running.n_pinned = len(running.tokens)
         cells = running.cells(running.n_pinned)
         self.core.apply(edits, cells)
@@ -129,7 +129,7 @@ class PrefixMachine(RuleBasedStateMachine):
         limit=st.integers(0, 7),
     )
     def admit(self, salt: str, stream: int, tokens: list[int], limit: int) -> None:
-        match = self.index.match(salt, tokens, limit, stream)
+        match = self.cache.match(salt, tokens, limit, stream)
         cells = [(salt, stream, tuple(tokens[: p + 1])) for p in range(len(tokens))]
         n_found = 0
         while n_found < min(limit, len(tokens)) and cells[n_found] in self.cached:
@@ -138,7 +138,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.core.attached(match) == cells[:n_found]
         assert match.n_evictable == len(set(cells[:n_found]) - self.pinned())
         self.check_miss(match, salt, tokens, limit)
-        pin, edits = self.index.pin(salt, tokens, n_found, stream)
+        pin, edits = self.cache.pin(salt, tokens, n_found, stream)
         self.core.apply(edits, [])
         assert pin.n_tokens == n_found
         assert self.core.attached(match) == cells[:n_found]
@@ -179,7 +179,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         """Another sequence shares the same cells."""
         first = data.draw(st.sampled_from(self.running))
-        pin, edits = self.index.pin(first.salt, first.tokens, first.n_pinned, first.stream)
+        pin, edits = self.cache.pin(first.salt, first.tokens, first.n_pinned, first.stream)
         assert edits == ()
         self.running.append(Running(first.salt, first.stream, first.tokens, first.n_pinned, pin))
 
@@ -194,7 +194,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(n_cells=st.integers(0, 12), stream=st.integers(0, N_STREAMS - 1))
     def evict(self, n_cells: int, stream: int) -> None:
-        n_trimmed, edits = self.index.evict(n_cells, stream)
+        n_trimmed, edits = self.cache.evict(n_cells, stream)
         self.core.apply(edits, [])
         for _ in range(n_trimmed):
             cell = self.next_evicted(stream)
@@ -208,7 +208,7 @@ class PrefixMachine(RuleBasedStateMachine):
         """A faulty sequence ends; its cells from `start` on are invalidated."""
         running = data.draw(st.sampled_from(self.running))
         self.release(running)
-        self.core.apply(self.index.invalidate(running.salt, running.tokens, running.stream, start), [])
+        self.core.apply(self.cache.invalidate(running.salt, running.tokens, running.stream, start), [])
         key, first = (running.salt, running.stream), tuple(running.tokens[: start + 1])
         if len(first) == start + 1:
             below = {c for c in self.cached if c[:2] == key and c[2][: start + 1] == first}
@@ -218,20 +218,20 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def cache_and_model_are_equal(self) -> None:
-        self.index.check()
+        self.cache.check()
         stored = [cell for cells in self.core.nodes.values() for cell in cells.values()]
         assert sorted(stored) == sorted(self.cached)
         for stream in range(N_STREAMS):
             here = {cell for cell in self.cached if cell[1] == stream}
-            assert self.index.n_cached(stream) == len(here)
-            assert self.index.n_evictable(stream) == len(here - self.pinned())
+            assert self.cache.n_cached(stream) == len(here)
+            assert self.cache.n_evictable(stream) == len(here - self.pinned())
 
     @invariant()
     def private_cells_are_counted(self) -> None:
         for running in self.running:
             others = {c for r in self.running if r is not running for c in r.cells(r.n_pinned)}
             mine = set(running.cells(running.n_pinned))
-            assert self.index.n_private(running.pin) == len(mine - others)
+            assert self.cache.n_private(running.pin) == len(mine - others)
 
 
 PrefixMachine.TestCase.settings = settings(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fakes import core
-from fakes.desk import Desk
 from fakes.engines import NOW
+from fakes.session_runner import SessionRunner
 from llaisys.engine.sessions.file import SessionReader
 from llaisys.errors import (
     CoreFaultError,
@@ -30,17 +30,17 @@ CHAT = list(range(1, 41))
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def runner() -> SessionRunner:
+    return SessionRunner()
 
 
-def saved(tmp_path: Path, **changes: Any) -> tuple[Desk, Path]:
-    """Return a desk whose session `chat` is saved in pieces of 8 positions, and the path of its file."""
-    desk = Desk(session_store=tmp_path, **changes)
-    desk.run("a", CHAT, session_id="chat")
-    assert desk.call("save", "chat", "file").num_tokens == 49
+def saved(tmp_path: Path, **changes: Any) -> tuple[SessionRunner, Path]:
+    """Return an engine whose session `chat` is saved in pieces of 8 positions, and the path of its file."""
+    runner = SessionRunner(session_store=tmp_path, **changes)
+    runner.run("a", CHAT, session_id="chat")
+    assert runner.call("save", "chat", "file").num_tokens == 49
     (file,) = tmp_path.glob("*/file.kv")
-    return desk, file
+    return runner, file
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +51,14 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n_streams", [1, 2])
 def test_a_restored_session_computes_only_new_tokens(tmp_path: Path, n_streams: int) -> None:
     first, _ = saved(tmp_path)
-    desk = Desk(session_store=tmp_path, n_streams=n_streams)
-    assert desk.call("restore", "again", "file") == SessionInfo("again", 49, 49, 49)
+    runner = SessionRunner(session_store=tmp_path, n_streams=n_streams)
+    assert runner.call("restore", "again", "file") == SessionInfo("again", 49, 49, 49)
     turn = CHAT + first.tokens["a"] + [7, 8, 9]
-    assert desk.run("b", turn, max_tokens=5, session_id="again") == 4 + 4
-    assert desk.tokens["b"] == core.answer(turn, 5)
-    desk.call("delete", "again")
-    desk.flood()
-    assert desk.run("c", CHAT, max_tokens=1) == 40
+    assert runner.run("b", turn, max_tokens=5, session_id="again") == 4 + 4
+    assert runner.tokens["b"] == core.answer(turn, 5)
+    runner.call("delete", "again")
+    runner.flood()
+    assert runner.run("c", CHAT, max_tokens=1) == 40
 
 
 @pytest.mark.parametrize("n_streams", [1, 2])
@@ -66,11 +66,11 @@ def test_a_restored_session_computes_only_new_tokens(tmp_path: Path, n_streams: 
 def test_cached_tokens_are_not_imported_again(tmp_path: Path, n_cached: int, n_streams: int) -> None:
     first, _ = saved(tmp_path)
     whole = CHAT + first.tokens["a"]
-    desk = Desk(session_store=tmp_path, n_streams=n_streams)
-    desk.run("part", whole[:n_cached], max_tokens=1, session_id="part")
-    assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
-    assert desk.engine.stats().kv_cells_retained == 49
-    assert desk.run("b", [*whole, 7], max_tokens=1, session_id="chat") == 2
+    runner = SessionRunner(session_store=tmp_path, n_streams=n_streams)
+    runner.run("part", whole[:n_cached], max_tokens=1, session_id="part")
+    assert runner.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
+    assert runner.engine.stats().kv_cells_retained == 49
+    assert runner.run("b", [*whole, 7], max_tokens=1, session_id="chat") == 2
 
 
 def test_a_request_waits_for_its_restore_while_others_run(
@@ -84,21 +84,21 @@ def test_a_request_waits_for_its_restore_while_others_run(
         return next_piece(reader)
 
     monkeypatch.setattr(SessionReader, "next", slow)
-    desk = Desk(session_store=tmp_path, max_num_seqs=1)
-    desk.begin("restore", "chat", "file")
+    runner = SessionRunner(session_store=tmp_path, max_num_seqs=1)
+    runner.begin("restore", "chat", "file")
     turn = CHAT + first.tokens["a"]
-    desk.submit("mine", prompt=turn, max_tokens=1, session_id="chat")
-    desk.submit("not mine", prompt=turn, max_tokens=1, session_id="chat", client_id="y")
-    desk.run("other", [5] * 10)
-    assert set(desk.ends) == {"other", "not mine"}
-    assert desk.engine.stats().waiting_by_reason["remote_kv"] == 1
-    assert desk.refused("trim", "chat", n_tokens=3) == "session 'chat' is being restored"
-    assert desk.engine.wait_s() == desk.engine.limits.timeout_scan_s, "nothing is polled"
+    runner.submit("mine", prompt=turn, max_tokens=1, session_id="chat")
+    runner.submit("not mine", prompt=turn, max_tokens=1, session_id="chat", client_id="y")
+    runner.run("other", [5] * 10)
+    assert set(runner.ends) == {"other", "not mine"}
+    assert runner.engine.stats().waiting_by_reason["remote_kv"] == 1
+    assert runner.rejection("trim", "chat", n_tokens=3) == "session 'chat' is being restored"
+    assert runner.engine.wait_s() == runner.engine.limits.timeout_scan_s, "nothing is polled"
     gate.set()
-    desk.end()
-    desk.finish()
-    assert desk.tokens["mine"] == core.answer(turn, 1)
-    assert desk.cached["mine"] == 49
+    runner.end()
+    runner.finish()
+    assert runner.tokens["mine"] == core.answer(turn, 1)
+    assert runner.cached["mine"] == 49
 
 
 def test_a_damaged_file_ends_the_waiting_requests_and_frees_everything(tmp_path: Path) -> None:
@@ -106,93 +106,93 @@ def test_a_damaged_file_ends_the_waiting_requests_and_frees_everything(tmp_path:
     raw = bytearray(file.read_bytes())
     raw[-40] ^= 1  # in the second-last checksum: everything was read and most of it imported
     file.write_bytes(raw)
-    desk = Desk(session_store=tmp_path)
+    runner = SessionRunner(session_store=tmp_path)
     n_open = len(os.listdir("/proc/self/fd"))
-    desk.begin("restore", "chat", "file")
-    desk.submit("a", prompt=CHAT, session_id="chat")
+    runner.begin("restore", "chat", "file")
+    runner.submit("a", prompt=CHAT, session_id="chat")
     with pytest.raises(RejectedError, match="damaged"):
-        desk.end()
-    desk.finish()
-    assert isinstance(desk.ends["a"].error, RejectedError)
+        runner.end()
+    runner.finish()
+    assert isinstance(runner.ends["a"].error, RejectedError)
     assert len(os.listdir("/proc/self/fd")) == n_open
-    stats = desk.engine.stats()
+    stats = runner.engine.stats()
     assert (stats.num_sessions, stats.kv_cells_session, stats.kv_cells_free) == (0, 0, stats.kv_cells)
 
 
 def test_a_restore_allocates_no_cell_that_a_request_needs(tmp_path: Path) -> None:
     first, _ = saved(tmp_path)
-    desk = Desk(session_store=tmp_path, n_cells=64)
-    desk.submit("runs", prompt=[9] * 30, max_tokens=20)
-    desk.step(5)
-    session = desk.call("restore", "chat", "file")
+    runner = SessionRunner(session_store=tmp_path, n_cells=64)
+    runner.submit("runs", prompt=[9] * 30, max_tokens=20)
+    runner.step(5)
+    session = runner.call("restore", "chat", "file")
     assert session.num_tokens == 49
     assert session.num_cached_tokens == 16, "30 cells are free, 9 are needed soon, a piece has 8"
-    desk.finish()
-    assert desk.engine.stats().num_preempted == 0
+    runner.finish()
+    assert runner.engine.stats().num_preempted == 0
     turn = CHAT + first.tokens["a"]
-    desk.run("b", turn, max_tokens=1, session_id="chat")
-    assert desk.tokens["b"] == core.answer(turn, 1)
+    runner.run("b", turn, max_tokens=1, session_id="chat")
+    assert runner.tokens["b"] == core.answer(turn, 1)
 
 
 def test_cached_tokens_need_no_cells(tmp_path: Path) -> None:
     first, _ = saved(tmp_path)
-    desk = Desk(session_store=tmp_path, n_cells=64, session_kv_share=1.0)
-    desk.run("same", CHAT + first.tokens["a"][:9], max_tokens=1)
-    desk.submit("runs", prompt=[9] * 10)
-    desk.step()
-    assert desk.engine.stats().kv_cells_free < 8
-    assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
+    runner = SessionRunner(session_store=tmp_path, n_cells=64, session_kv_share=1.0)
+    runner.run("same", CHAT + first.tokens["a"][:9], max_tokens=1)
+    runner.submit("runs", prompt=[9] * 10)
+    runner.step()
+    assert runner.engine.stats().kv_cells_free < 8
+    assert runner.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
 
 
 def test_a_restored_prefix_belongs_to_its_salt(tmp_path: Path) -> None:
     saved(tmp_path)
-    desk = Desk(session_store=tmp_path)
-    desk.call("restore", "chat", "file", cache_salt="x")
-    assert desk.run("b", CHAT, max_tokens=1) == 40
-    assert desk.run("c", CHAT, max_tokens=1, cache_salt="x") == 1
+    runner = SessionRunner(session_store=tmp_path)
+    runner.call("restore", "chat", "file", cache_salt="x")
+    assert runner.run("b", CHAT, max_tokens=1) == 40
+    assert runner.run("c", CHAT, max_tokens=1, cache_salt="x") == 1
 
 
 def test_each_restore_continues_its_own_requests() -> None:
-    desk = Desk()
+    runner = SessionRunner()
     for client_id in "xy":
-        session = desk.engine.sessions.create(client_id, "chat")
-        desk.engine.begin_restore(session)
-        desk.submit(client_id, session_id="chat", client_id=client_id)
-    desk.engine.end_restore(session)
-    desk.finish()
-    assert set(desk.ends) == {"y"}
+        session = runner.engine.sessions.create(client_id, "chat")
+        runner.engine.begin_restore(session)
+        runner.submit(client_id, session_id="chat", client_id=client_id)
+    runner.engine.end_restore(session)
+    runner.finish()
+    assert set(runner.ends) == {"y"}
 
 
 def test_an_earlier_completion_does_not_disturb_a_restore() -> None:
-    desk = Desk()
-    desk.submit("a", prompt=CHAT, session_id="chat")
-    desk.step(3)
-    desk.call("delete", "chat")
-    session = desk.engine.sessions.create("", "chat")
-    desk.engine.begin_restore(session)
-    desk.finish()
-    assert desk.call("list") == SessionInfo("chat", 0, 0, 0, is_restoring=True)
+    runner = SessionRunner()
+    runner.submit("a", prompt=CHAT, session_id="chat")
+    runner.step(3)
+    runner.call("delete", "chat")
+    session = runner.engine.sessions.create("", "chat")
+    runner.engine.begin_restore(session)
+    runner.finish()
+    assert runner.call("list") == SessionInfo("chat", 0, 0, 0, is_restoring=True)
 
 
 def test_the_engine_has_work_when_file_work_is_done(tmp_path: Path) -> None:
-    desk, _ = saved(tmp_path)
-    desk.begin("save", "chat", "one")
-    desk.begin("save", "chat", "two")
-    handler, n_replies = desk.engine.session_requests, 0
+    runner, _ = saved(tmp_path)
+    runner.begin("save", "chat", "one")
+    runner.begin("save", "chat", "two")
+    handler, n_replies = runner.engine.session_requests, 0
     while n_replies < 2:
         wait([transfer.work for transfer in handler._transfers], 30)
-        assert desk.engine.wait_s() == 0.0
+        assert runner.engine.wait_s() == 0.0
         handler.continue_transfer()
         n_replies += len(handler.pop_replies())
-    assert desk.engine.wait_s() is None
+    assert runner.engine.wait_s() is None
 
 
 def test_a_session_that_lost_its_cells_is_saved_as_tokens(tmp_path: Path) -> None:
-    desk = Desk(session_store=tmp_path, session_kv_share=0.0)
-    desk.run("a", CHAT, session_id="chat")
-    desk.flood()
-    desk.call("save", "chat", "file")
-    fresh = Desk(session_store=tmp_path)
+    runner = SessionRunner(session_store=tmp_path, session_kv_share=0.0)
+    runner.run("a", CHAT, session_id="chat")
+    runner.flood()
+    runner.call("save", "chat", "file")
+    fresh = SessionRunner(session_store=tmp_path)
     session = fresh.call("restore", "chat", "file")
     assert (session.num_tokens, session.num_cached_tokens) == (49, 0)
     assert fresh.engine.stats().kv_cells_free == 256
@@ -200,59 +200,59 @@ def test_a_session_that_lost_its_cells_is_saved_as_tokens(tmp_path: Path) -> Non
 
 def test_a_save_has_the_state_of_its_start(tmp_path: Path) -> None:
     """The session is forked and deleted while the file is written."""
-    desk = Desk(session_store=tmp_path)
-    desk.run("a", CHAT, session_id="chat")
-    desk.begin("save", "chat", "file")
-    desk.now("fork", "chat", "branch", 13)
-    desk.now("delete", "chat")
-    desk.end()
-    fresh = Desk(session_store=tmp_path)
+    runner = SessionRunner(session_store=tmp_path)
+    runner.run("a", CHAT, session_id="chat")
+    runner.begin("save", "chat", "file")
+    runner.call_at_once("fork", "chat", "branch", 13)
+    runner.call_at_once("delete", "chat")
+    runner.end()
+    fresh = SessionRunner(session_store=tmp_path)
     assert fresh.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
 
 
 def test_files_belong_to_their_client_and_stay_in_the_store(tmp_path: Path) -> None:
-    desk, file = saved(tmp_path)
+    runner, file = saved(tmp_path)
     with pytest.raises(RejectedError, match="there is no saved session 'file'"):
-        desk.call("restore", "mine", "file", client_id="y")
+        runner.call("restore", "mine", "file", client_id="y")
     for name in ("../file", "/etc/passwd", "", ".", "a" * 65, "a\0"):
         for kind in ("save", "restore"):
             with pytest.raises(RejectedError, match=r"file is .* allowed are"):
-                desk.call(kind, "chat", name)
+                runner.call(kind, "chat", name)
     with pytest.raises(RejectedError, match="session 'chat' already exists"):
-        desk.call("restore", "chat", "file")
+        runner.call("restore", "chat", "file")
     with pytest.raises(RejectedError, match="no session 'other'"):
-        desk.call("save", "other", "file")
+        runner.call("save", "other", "file")
     assert [path.name for path in file.parent.iterdir()] == ["file.kv"]
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 def test_a_failed_export_fails_only_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(session_store=tmp_path)
-    desk.run("a", CHAT, session_id="chat")
+    runner = SessionRunner(session_store=tmp_path)
+    runner.run("a", CHAT, session_id="chat")
 
     def fails(*_: int) -> None:
         raise CoreFaultError("a panic")
 
     with monkeypatch.context() as patch:
-        patch.setattr(desk.context, "kv_node_export", fails)
+        patch.setattr(runner.context, "kv_node_export", fails)
         with pytest.raises(RequestFailedError, match="could not be read: a panic"):
-            desk.call("save", "chat", "file")
+            runner.call("save", "chat", "file")
     assert [*tmp_path.glob("*/*")] == [], "no partial file is left"
-    assert desk.call("save", "chat", "file").num_tokens == 49
+    assert runner.call("save", "chat", "file").num_tokens == 49
 
 
-def test_without_a_store_nothing_is_saved(desk: Desk) -> None:
-    desk.run("a", CHAT, session_id="chat")
+def test_without_a_store_nothing_is_saved(runner: SessionRunner) -> None:
+    runner.run("a", CHAT, session_id="chat")
     for kind in ("save", "restore"):
         with pytest.raises(UnsupportedError, match="session_store"):
-            desk.call(kind, "chat", "file")
+            runner.call(kind, "chat", "file")
 
 
 def test_closing_the_engine_cancels_transfers(tmp_path: Path) -> None:
-    desk = Desk(session_store=tmp_path)
-    desk.run("a", CHAT, session_id="chat")
-    desk.begin("save", "chat", "file")
-    desk.engine.close()
+    runner = SessionRunner(session_store=tmp_path)
+    runner.run("a", CHAT, session_id="chat")
+    runner.begin("save", "chat", "file")
+    runner.engine.close()
     assert [*tmp_path.glob("*/*")] == []
 
 
@@ -262,20 +262,20 @@ def test_a_restore_that_waits_has_its_requests_deadline(
     saved(tmp_path)
     gate, next_piece = threading.Event(), SessionReader.next
     monkeypatch.setattr(SessionReader, "next", lambda r: gate.wait(30) and next_piece(r))
-    desk = Desk(session_store=tmp_path)
-    desk.begin("restore", "chat", "file")
-    desk.submit("late", session_id="chat", deadline_s=NOW + 5)
-    desk.step(1, NOW + 5)
-    assert desk.reasons() == {"late": FinishReason.TIMEOUT}
+    runner = SessionRunner(session_store=tmp_path)
+    runner.begin("restore", "chat", "file")
+    runner.submit("late", session_id="chat", deadline_s=NOW + 5)
+    runner.step(1, NOW + 5)
+    assert runner.reasons() == {"late": FinishReason.TIMEOUT}
     gate.set()
-    desk.end()
+    runner.end()
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_session_requests_change_no_completion_and_no_invariant(tmp_path: Path, seed: int) -> None:
     """Requests, forks, trims, saves and restores at random, under pressure; checked after every step."""
     rng = random.Random(seed)
-    desk = Desk(
+    runner = SessionRunner(
         n_cells=rng.choice([64, 96, 160]),
         n_streams=rng.choice([1, 1, 2]),
         max_model_len=32,
@@ -284,34 +284,34 @@ def test_random_session_requests_change_no_completion_and_no_invariant(tmp_path:
         session_store=tmp_path,
         max_num_queued_reqs=100,
     )
-    handler, prompts, n_replies, n_calls = desk.engine.session_requests, {}, 0, 0
+    handler, prompts, n_replies, n_calls = runner.engine.session_requests, {}, 0, 0
     for i in range(250):
         if rng.random() < 0.3:
             kind = rng.choice(["create", "fork", "trim", "delete", "save", "restore", "list"])
             n_tokens = rng.choice([None, 0, 5, 12])
-            desk.begin(kind, rng.choice("abcd"), rng.choice("abcd"), n_tokens)
+            runner.begin(kind, rng.choice("abcd"), rng.choice("abcd"), n_tokens)
             n_calls += 1
-        elif len(prompts) - len(desk.ends) < 12:
+        elif len(prompts) - len(runner.ends) < 12:
             prompt = [rng.randrange(3)] * rng.randrange(1, 12) + [rng.randrange(5)] * 5
             prompts[f"{i}"] = prompt
             with contextlib.suppress(ExhaustedError):
-                desk.submit(f"{i}", prompt=prompt, session_id=rng.choice(["", *"abcd"]))
+                runner.submit(f"{i}", prompt=prompt, session_id=rng.choice(["", *"abcd"]))
                 continue
             del prompts[f"{i}"]
         handler.continue_transfer()
         n_replies += len(handler.pop_replies())
-        desk.step()
+        runner.step()
     while n_replies < n_calls:
         wait([transfer.work for transfer in handler._transfers], 30)
         handler.continue_transfer()
         n_replies += len(handler.pop_replies())
-        desk.engine.check()
-    desk.finish()
+        runner.engine.check()
+    runner.finish()
     assert n_replies == n_calls
     for name, prompt in prompts.items():
-        end = desk.ends[name]  # a failed restore ends its requests
-        assert end.error is not None or desk.tokens[name] == core.answer(prompt, 10)
-    assert sum(end.error is None for end in desk.ends.values()) > len(prompts) / 2
+        end = runner.ends[name]  # a failed restore ends its requests
+        assert end.error is not None or runner.tokens[name] == core.answer(prompt, 10)
+    assert sum(end.error is None for end in runner.ends.values()) > len(prompts) / 2
     for name in "abcd":
-        desk.begin("delete", name)
-    assert desk.engine.stats().kv_cells_session == desk.engine.stats().kv_cells_used == 0
+        runner.begin("delete", name)
+    assert runner.engine.stats().kv_cells_session == runner.engine.stats().kv_cells_used == 0

@@ -173,14 +173,14 @@ class Broken(GrammarCompiler):
 
     def compile(self, spec: Spec) -> Any:
         match spec.regex:
-            case "refused":
+            case "rejected":
                 raise RejectedError("a rejection", param="structured_outputs.regex")
             case "bug":
                 raise TypeError("a bug")
         return super().compile(spec)
 
 
-@pytest.mark.parametrize(("regex", "kind"), [("refused", RejectedError), ("bug", RequestFailedError)])
+@pytest.mark.parametrize(("regex", "kind"), [("rejected", RejectedError), ("bug", RequestFailedError)])
 def test_a_grammar_that_fails_ends_its_request_alone(regex: str, kind: type[Exception]) -> None:
     grammars = Broken(TOKENS)
     want = alone(grammars, **constrained(JSON, seed=9))

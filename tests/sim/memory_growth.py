@@ -1,4 +1,4 @@
-"""Many short requests, and the growth of memory: in a module that a new process can import."""
+"""The growth of memory over many short requests, in a module that a new process can import."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sim.context import SimContext
 N_TRACED, N_WARM = 30_000, 10_000
 
 
-class Crowd:
-    """Short requests, sixteen open at a time; some share a prefix, and some are canceled."""
+class ShortRequests:
+    """Runs short requests, sixteen at a time. Some share a prefix, and some are canceled."""
 
     def __init__(self) -> None:
         bounds = limits(max_num_seqs=16, max_num_batched_tokens=256, max_num_queued_reqs=16, n_cells=512)
@@ -52,20 +52,20 @@ class Crowd:
 def growth(n_requests: int) -> tuple[int, int]:
     """Return the growth in bytes of the traced memory and of the resident size after the warm-up."""
     tracemalloc.start()
-    crowd = Crowd()
-    crowd.run(N_WARM)
+    requests = ShortRequests()
+    requests.run(N_WARM)
     gc.collect()
     traced = tracemalloc.get_traced_memory()[0]
-    crowd.run(N_TRACED - N_WARM)
+    requests.run(N_TRACED - N_WARM)
     gc.collect()
     traced_growth = tracemalloc.get_traced_memory()[0] - traced
     tracemalloc.stop()
     process = psutil.Process()
-    crowd.run(N_WARM)
+    requests.run(N_WARM)
     gc.collect()
     rss = process.memory_info().rss
-    while crowd.n_submitted < n_requests:
-        crowd.run(min(N_WARM, n_requests - crowd.n_submitted))
+    while requests.n_submitted < n_requests:
+        requests.run(min(N_WARM, n_requests - requests.n_submitted))
         gc.collect()  # the time of automatic collections does not matter
-    crowd.engine.check()
+    requests.engine.check()
     return traced_growth, process.memory_info().rss - rss

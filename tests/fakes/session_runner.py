@@ -1,4 +1,4 @@
-"""An engine on the fake core with calls of its sessions."""
+"""An engine on the fake core with helpers for session requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llaisys.errors import RejectedError
 from llaisys.session_info import SessionInfo
 
 
-class Desk(Engine):
-    """An engine with calls of its sessions."""
+class SessionRunner(Engine):
+    """An engine whose session requests and requests are run one by one."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(**{"max_num_batched_tokens": 64, **changes})
@@ -26,32 +26,33 @@ class Desk(Engine):
     def end(self) -> list[SessionInfo]:
         """Return the sessions of the reply, or raise its error. A transfer may take several steps."""
         handler = self.engine.session_requests
-        while not (answers := handler.pop_replies()):
+        while not (replies := handler.pop_replies()):
             wait([transfer.work for transfer in handler._transfers], 30)
             handler.continue_transfer()
             self.engine.check()
-        (answer,) = answers
-        if answer.error is not None:
-            raise answer.error
-        return answer.sessions
+        (reply,) = replies
+        if reply.error is not None:
+            raise reply.error
+        return reply.sessions
 
     def call(self, *what: Any, **more: Any) -> SessionInfo:
+        """Execute a session request whose reply is one session."""
         self.begin(*what, **more)
         (session,) = self.end()
         return session
 
-    def refused(self, *what: Any, **more: Any) -> str:
-        """Return the message of a call that is refused at once, while others are in progress."""
+    def rejection(self, *what: Any, **more: Any) -> str:
+        """Return the message of a session request that is rejected at once, while others are in progress."""
         self.begin(*what, **more)
-        (answer,) = self.engine.session_requests.pop_replies()
-        assert isinstance(answer.error, RejectedError)
-        return str(answer.error)
+        (reply,) = self.engine.session_requests.pop_replies()
+        assert isinstance(reply.error, RejectedError)
+        return str(reply.error)
 
-    def now(self, *what: Any) -> None:
-        """Make a call that ends at once, while others are in progress."""
+    def call_at_once(self, *what: Any) -> None:
+        """Execute a session request that ends at once, while others are in progress."""
         self.begin(*what)
-        (answer,) = self.engine.session_requests.pop_replies()
-        assert answer.error is None
+        (reply,) = self.engine.session_requests.pop_replies()
+        assert reply.error is None
 
     def run(self, name: str, prompt: list[int], **changes: Any) -> int:
         """Run a request alone to its end; return the number of rows that the core computed for it."""
@@ -61,6 +62,6 @@ class Desk(Engine):
         return self.context.n_rows - before
 
     def flood(self) -> None:
-        """Run requests of other clients that use every available cell."""
+        """Run other requests until they have used every available cell."""
         for i in range(8):
             self.run(f"flood {i} {self.engine.stats().num_submitted}", [100 + i] * 50)
