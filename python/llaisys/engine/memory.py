@@ -112,9 +112,10 @@ def size_engine(
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
     n_seqs = _n_seqs(config)
-    configured = _configured_cells(config, cell_bytes)
+    configured, setting = _configured_cells(config, cell_bytes), "kv_cache_memory_bytes"
     if configured is not None:
-        n_cells, why = configured
+        n_cells, setting = configured
+        why = f"{setting} {getattr(config, setting)}"
     elif gpu is None:
         n_cells, why = _cells_that_fit(config, info, memory_bytes, cell_bytes, n_seqs * requested_len)
     else:
@@ -125,8 +126,8 @@ def size_engine(
             _check_fits(config, info, memory_bytes, cell_bytes)
         raise RejectedError(
             f"the KV cache has no cell for each of {config.num_kv_streams} KV streams: a cell has "
-            f"{cell_bytes} bytes ({why}); set a larger one with --kv-cache-memory-bytes",
-            param="kv_cache_memory_bytes",
+            f"{cell_bytes} bytes ({why}); increase --{setting.replace('_', '-')}",
+            param=setting,
         )
     limits = Limits(
         max_num_seqs=n_seqs,
@@ -220,13 +221,13 @@ def _kv_dtype(config: EngineConfig, gpu: GpuSettings | None) -> str:
 
 
 def _configured_cells(config: EngineConfig, cell_bytes: int) -> tuple[int, str] | None:
-    """Return the lowest number of cells that a setting allows, and the setting; None if none is set."""
+    """Return the lowest number of cells that a setting allows, and its name; None if none is set."""
     configured = []
     if config.num_kv_cells is not None:
         configured.append((config.num_kv_cells, "num_kv_cells"))
     if config.kv_cache_memory_bytes is not None:
         n_cells = config.kv_cache_memory_bytes // cell_bytes
-        configured.append((n_cells, f"kv_cache_memory_bytes {config.kv_cache_memory_bytes}"))
+        configured.append((n_cells, "kv_cache_memory_bytes"))
     return min(configured, default=None)
 
 

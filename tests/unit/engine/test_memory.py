@@ -89,6 +89,7 @@ def test_threads_are_pinned_if_there_are_enough_cpus() -> None:
     ("settings", "memory_bytes", "param"),
     [
         ({"kv_cache_memory_bytes": 3}, 100 * MIB, "kv_cache_memory_bytes"),
+        ({"num_kv_cells": 1, "num_kv_streams": 2}, 100 * MIB, "num_kv_cells"),
         ({}, 4000, "model"),
         ({"num_kv_cells": 30 * MIB}, 100 * MIB, "kv_cache_memory_bytes"),
         ({"max_model_len": 129}, 100 * MIB, "max_model_len"),
