@@ -119,6 +119,14 @@ async def test_an_error_in_processing_affects_that_output_alone() -> None:
     assert [str(error) for error in errors] == ["on purpose"]
 
 
+def test_outputs_for_a_closed_event_loop_are_dropped() -> None:
+    loop = asyncio.new_event_loop()
+    handler = OutputHandler(loop, lambda *_: 1)
+    loop.close()
+    handler.deliver([EngineOutput("a", [1])])
+    assert not handler._steps
+
+
 @asynccontextmanager
 async def waiting_stream(
     monkeypatch: pytest.MonkeyPatch,

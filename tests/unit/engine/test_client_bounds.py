@@ -1,4 +1,4 @@
-"""EngineClient with several API clients: each client has its share of open requests and session calls."""
+"""EngineClient: shares of open requests and session calls, and messages that cannot be sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fakes.asks import ask, limits
 from llaisys.engine.client import CALLS_MAX, EngineClient
 from llaisys.engine.sessions.manager import SessionRequest
-from llaisys.errors import ExhaustedError, QueueFullError
+from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError
 
 
 class Silent(EngineClient):
@@ -20,8 +20,16 @@ class Silent(EngineClient):
         super().__init__(limits(**changes), lambda _: None, None)
         self._connection = self  # type: ignore[assignment]
         self.sent: list[Any] = []
+        self.error_of_send: Exception | None = None
+        self.dies = False
+        self.open_after_death: dict[str, str] = {}
 
     def send(self, message: Any) -> None:
+        if self.error_of_send is not None:
+            raise self.error_of_send
+        if self.dies:
+            self._end_all(EngineDeadError("a panic"))
+            self._open |= self.open_after_death
         self.sent.append(message)
 
     def _stop(self) -> None:
@@ -72,3 +80,28 @@ def test_each_client_has_its_share_of_session_calls() -> None:
     assert fill(lambda n: client.timelines(f"{n}", "b"), ExhaustedError) == 4
     alone = Silent()
     assert fill(lambda _: alone.call_session(SessionRequest(kind="list")), ExhaustedError) == CALLS_MAX
+
+
+def test_a_message_that_cannot_be_sent_leaves_nothing_open() -> None:
+    client = Silent()
+    client.error_of_send = TypeError("not plain data")
+    with pytest.raises(TypeError):
+        client.submit(ask("a"))
+    with pytest.raises(TypeError):
+        client.call_session(SessionRequest(kind="list"))
+    assert (client._open, client._calls) == ({}, {})
+
+
+def test_a_request_sent_to_an_engine_that_dies_ends_once() -> None:
+    """The engine dies inside `send`, before or after it has ended all open requests."""
+    client = Silent()
+    client.dies = True
+    client.submit(ask("ended"))
+    assert client._open == {}
+    client = Silent()
+    client.dies, client.open_after_death = True, {"missed": ""}
+    with pytest.raises(EngineDeadError, match="a panic"):
+        client.submit(ask("missed"))
+    assert client._open == {}
+    with pytest.raises(EngineDeadError, match="a panic"):
+        client.call_session(SessionRequest(kind="list"))

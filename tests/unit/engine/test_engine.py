@@ -177,6 +177,18 @@ def test_a_sampler_rejected_by_the_core_fails_its_request_at_admission() -> None
     assert made.tokens["good"] == core.answer([1, 2, 3], 10)
 
 
+def test_a_request_rejected_at_admission_releases_its_cached_prefix() -> None:
+    made = Engine()
+    made.submit("a")
+    made.finish()
+    made.submit("bad", logit_bias={core.REFUSED: 1.0})
+    made.finish()  # checks all counts, pins included
+    assert isinstance(made.ends["bad"].error, RejectedError)
+    made.submit("b")
+    made.finish()
+    assert made.cached == {"a": 0, "bad": 0, "b": 2}
+
+
 def test_preempted_requests_keep_their_tokens() -> None:
     made = Engine(n_cells=64, max_num_queued_reqs=20)
     prompts = {name: [i] * 12 for i, name in enumerate("abcdefgh")}

@@ -276,6 +276,23 @@ def test_close_ends_open_requests_and_is_idempotent(made: Client) -> None:
         made.client.submit(ask("late"))
 
 
+def test_an_engine_that_cannot_be_closed_has_ended_its_requests(
+    made: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise OSError("the device is lost")
+
+    made.block()
+    assert made.engine is not None
+    made.engine.close = fails  # type: ignore[method-assign]
+    made.gate.set()
+    made.client.close()
+    assert made.client.is_lost
+    assert "closing the engine failed" in caplog.text
+    made.end_of("blocked")
+    assert made.outputs.empty()
+
+
 def test_the_error_of_a_failed_load_is_raised() -> None:
     def build() -> LLMEngine:
         raise UnsupportedError("rope type 'odd' is not implemented")

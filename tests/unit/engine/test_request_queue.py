@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.asks import ask
-from llaisys.engine.request import Request
-from llaisys.engine.request_queue import DeficitRoundRobin, RoundRobinState, WaitingQueue
+from llaisys.engine.request import BrokenInvariant, Request, Running
+from llaisys.engine.request_queue import DeficitRoundRobin, OpenRequests, RoundRobinState, WaitingQueue
 
 NEVER = float("-inf")
 
@@ -166,3 +169,58 @@ def test_skipping_whole_rounds_keeps_the_order(arrivals: list[tuple[str, int]], 
             turn.append(turn.pop(0))
             deficits[turn[0]] += quantum
     assert drain(queue, quantum=quantum) == want
+
+
+# --- check() detects corruption ---
+
+
+def _forget_ordinals(requests: OpenRequests, _: Request) -> None:
+    requests.by_ordinal.clear()
+
+
+def _list_twice(requests: OpenRequests, waiting: Request) -> None:
+    requests.running.append(waiting)
+
+
+def _forget_choices(requests: OpenRequests, _: Request) -> None:
+    requests._choices.clear()
+
+
+def _miscount_preempted(requests: OpenRequests, _: Request) -> None:
+    requests.waiting.n_preempted += 1
+
+
+def _miscount_siblings(requests: OpenRequests, _: Request) -> None:
+    requests.waiting.n_siblings += 1
+
+
+def _run_in_the_queue(_: OpenRequests, waiting: Request) -> None:
+    waiting.state = Running(7)
+
+
+def _keep_cells_in_the_queue(_: OpenRequests, waiting: Request) -> None:
+    waiting.num_computed = 3
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (_forget_ordinals, "in no list, in two lists, or in the wrong one"),
+        (_list_twice, "in no list, in two lists, or in the wrong one"),
+        (_forget_choices, "a choice has no request"),
+        (_miscount_preempted, "0 preempted and 0 sibling choices wait"),
+        (_miscount_siblings, "0 preempted and 0 sibling choices wait"),
+        (_run_in_the_queue, "request 1 in state Running"),
+        (_keep_cells_in_the_queue, "request 1 in state Waiting"),
+    ],
+)
+def test_check_detects_corruption(corrupt: Callable[[OpenRequests, Request], None], message: str) -> None:
+    open_requests, waiting, running = OpenRequests(), request(1), request(2)
+    for each in (waiting, running):
+        open_requests.add([each])
+    running.state = Running(5)
+    open_requests.start(running)
+    open_requests.check()
+    corrupt(open_requests, waiting)
+    with pytest.raises(BrokenInvariant, match=message):
+        open_requests.check()

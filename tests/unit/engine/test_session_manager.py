@@ -11,6 +11,7 @@ from fakes import core
 from fakes.engines import NOW
 from fakes.session_runner import SessionRunner
 from llaisys.engine.prefix_cache import Node
+from llaisys.engine.request import BrokenInvariant
 from llaisys.errors import ExhaustedError, RejectedError, RequestFailedError, UnsupportedError
 from llaisys.outputs import FinishReason
 from llaisys.session_info import SessionInfo
@@ -277,3 +278,16 @@ def test_the_session_of_an_expired_request_pins_no_cell_that_the_step_allocates(
     runner.finish()
     assert runner.reasons() == {"old": FinishReason.TIMEOUT, "new": FinishReason.LENGTH}
     assert runner.tokens["new"] == core.answer([2] * 20, 10)
+
+
+def test_wrong_pins_are_detected(runner: SessionRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.run("a", CHAT, session_id="chat")
+    sessions = runner.engine.sessions
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "_n_pinned_max", 48)
+        with pytest.raises(BrokenInvariant, match="sessions pin 49 cells, the limit is 48"):
+            runner.engine.check()
+    runner.engine.check()
+    sessions._pinned.clear()
+    with pytest.raises(BrokenInvariant, match="1 sessions have a pin, 0 are listed"):
+        runner.engine.check()
