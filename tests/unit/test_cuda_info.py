@@ -49,7 +49,7 @@ def test_an_unusable_device_is_rejected_with_the_reason(monkeypatch: pytest.Monk
     device = CudaDevice("NVIDIA H100", 90, 80 << 30)
     monkeypatch.setattr(start, "cuda_info", lambda: CudaInfo(None, "13.0", "13.0", (device,), ("/x",)))
     assert start.check_gpu(0) == device
-    with pytest.raises(UnsupportedError, match="cuda_device is 1, but this machine has the GPUs 0 to 0") as caught:
+    with pytest.raises(UnsupportedError, match="cuda_device is 1, allowed are 0 to 0 on") as caught:
         start.check_gpu(1)
     assert caught.value.param == "cuda_device"
 

@@ -85,7 +85,7 @@ def check_gpu(ordinal: int) -> CudaDevice:
         raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
     if ordinal >= len(info.devices):
         raise UnsupportedError(
-            f"cuda_device is {ordinal}, but this machine has the GPUs 0 to {len(info.devices) - 1}",
+            f"cuda_device is {ordinal}, allowed are 0 to {len(info.devices) - 1} on this machine",
             param="cuda_device",
         )
     return info.devices[ordinal]
