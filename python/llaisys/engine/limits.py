@@ -113,8 +113,8 @@ def token_limit(
     """Return the length, prompt and output, at which the request ends: its worst case in KV cells.
 
     Without `max_tokens` it is the maximum allowed; with `pooling` there is no output. A request that can
-    never run raises RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or
-    choices), or ContextLengthError with the request's length and the limit.
+    never run raises RejectedError or, with its length and the limit, ContextLengthError. It has an empty
+    prompt, an id outside the vocabulary, or too many tokens or choices.
     """
     if not prompt:
         raise RejectedError("the prompt is empty: it needs at least one token", param="prompt")

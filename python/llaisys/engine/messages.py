@@ -30,8 +30,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The first message: the model to load and its settings.
 
     - `log_level`: a numeric level of `logging`.
-    - `grammar_tokenizer`: the model's tokenizer for structured outputs; None: requests with a grammar are
-      rejected.
+    - `grammar_tokenizer`: the model's tokenizer for structured outputs. Without it, requests with a grammar
+      are rejected.
     """
 
     version: str

@@ -12,7 +12,7 @@ budget goes to prompts, in chunks. `request_queue` determines the order, `kv_cac
   also the first to be preempted for cells.
 - Progress guarantee: the first request in order can get every unreserved cell by preempting the others, and a
   worst-case-reserved request uses its reserved cells.
-- If nothing runs and requests wait, the next in order is admitted: every cell is free or evictable, and
+- If nothing runs and requests wait, the next in order is admitted. Every cell is then free or evictable, and
   `limits.token_limit` accepts only requests that fit one KV stream.
 """
 
