@@ -149,8 +149,8 @@ class ServiceStats:
       delivered. Tokens computed after a stop string are not counted.
     - Of a request that produced a token, `queue_time_s` is from its arrival until its first admission.
       `prefill_time_s` is from then until its first token, and `decode_time_s` from the first token to the
-      last. `inference_time_s` is the sum of the last two. `time_per_output_token_s` is the decode time per token
-      after the first, for requests with at least two.
+      last. `inference_time_s` is the sum of the last two. `time_per_output_token_s` is the decode time per
+      token after the first, for requests with at least two.
     - An embedding counts its prompt tokens, `queue_time_s` and `prefill_time_s` when it arrives.
     - Every request that ended counts in `request_prompt_tokens`, in `request_generation_tokens` (tokens of
       all choices), in `max_num_generation_tokens` (tokens of its longest choice) and in `params_n`. It counts
