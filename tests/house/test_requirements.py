@@ -25,16 +25,16 @@ def table(heading: str) -> list[list[str]]:
 def test_each_name_is_defined_in_its_file() -> None:
     rows = table("Classes and functions")
     assert len(rows) > 20
-    for *_, here in rows:
-        found = re.fullmatch(r"`(\w+)` in `([\w/.-]+)`", here)
-        assert found, here
+    for *_, location in rows:
+        found = re.fullmatch(r"`(\w+)` in `([\w/.-]+)`", location)
+        assert found, location
         name, path = found.groups()
         text = (ROOT / path).read_text("utf-8")
-        assert re.search(rf"\b(class|def|struct|fn) {name}\b", text), here
+        assert re.search(rf"\b(class|def|struct|fn) {name}\b", text), location
 
 
 def test_each_state_exists() -> None:
-    named = {name for _, here, _ in table("States of a request") for name in re.findall(r"`(\w+)`", here)}
+    named = {name for _, cell, _ in table("States of a request") for name in re.findall(r"`(\w+)`", cell)}
     assert named == {"Waiting", "WaitingForRemoteKvs", "Running", "Preempted", "Finished"}
     assert all(hasattr(request, name) for name in named)
     reasons = re.findall(r"FinishReason\.(\w+)", PAGE)
@@ -43,6 +43,6 @@ def test_each_state_exists() -> None:
 
 def test_each_setting_exists_and_has_its_design_value() -> None:
     design = yaml.safe_load((ROOT / "configs" / "concurrency-design.yaml").read_text("utf-8"))
-    told = {setting.strip("`"): value for _, setting, value in table("Configuration")}
-    assert told.keys() <= Config.model_fields.keys()
-    assert {name: str(value) for name, value in design.items()} == {k: v for k, v in told.items() if v}
+    named = {setting.strip("`"): value for _, setting, value in table("Configuration")}
+    assert named.keys() <= Config.model_fields.keys()
+    assert {name: str(value) for name, value in design.items()} == {k: v for k, v in named.items() if v}

@@ -93,14 +93,21 @@ RETIRED = {
 }
 
 
+PATTERN = re.compile(rf"(?<!\w)({'|'.join(RETIRED)})(?!\w)")
+
+
 def test_retired_names_are_not_used() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
-    pattern = re.compile(rf"(?<!\w)({'|'.join(RETIRED)})(?!\w)")
     found = [
         f"{name}:{number}: {match} is now {RETIRED[match]}"
         for name in listed.stdout.split("\0")
         if Path(name).suffix in CODE and name != str(Path(__file__).relative_to(ROOT))
         for number, line in enumerate((ROOT / name).read_text("utf-8").splitlines(), 1)
-        for match in pattern.findall(line)
+        for match in PATTERN.findall(line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_retired_names_are_found_as_whole_identifiers() -> None:
+    assert PATTERN.findall("self.books: Books = foresee(text_pool)") == ["Books", "foresee", "text_pool"]
+    assert PATTERN.findall("BooksReader my_text_pool context_pool") == []
