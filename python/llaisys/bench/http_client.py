@@ -31,7 +31,7 @@ class Target:
     """The server and the request options.
 
     - `base_url`: with or without `/v1`. `endpoint`: the path, empty for the backend's default.
-    - `fields`: fields of every body besides prompt, length and streaming (such as `temperature`).
+    - `fields`: fields of every body in addition to prompt, length and streaming (such as `temperature`).
     """
 
     base_url: str
@@ -43,12 +43,12 @@ class Target:
 
     @property
     def root(self) -> str:
-        """The URL without `/v1`."""
+        """Return the URL without `/v1`."""
         return self.base_url.rstrip("/").removesuffix("/v1")
 
     @property
     def url(self) -> str:
-        """The URL of requests."""
+        """Return the URL of requests."""
         return self.root + (self.endpoint or ENDPOINTS[self.backend])
 
 
@@ -124,7 +124,7 @@ def _prompt_fields(backend: Backend, prompt: Prompt | Sequence[Message], output_
 
 
 class _Stream:
-    """Parse the server-sent events of one response from network reads of any size."""
+    """Parses the server-sent events of one response from network reads of any size."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record

@@ -31,7 +31,7 @@ class ClientOverhead:
 
     - `lags_s`: delays of the event loop's timers. Any timestamp may be late by as much.
     - `send_lags_s`: delays of requests that did not have to wait for `--max-concurrency`.
-    - `cpu_share`: CPU seconds of the process per second; near 1 it is saturated.
+    - `cpu_share`: CPU seconds of the process per second; close to 1 it is saturated.
     """
 
     lags_s: list[float] = field(default_factory=list)
@@ -88,13 +88,13 @@ async def run_load(
             if (wait_s := at_s - time.perf_counter()) > 0:
                 await asyncio.sleep(wait_s)
             tasks.append(asyncio.create_task(converse(conversation, at_s)))
-        answered = await asyncio.gather(*tasks)
+        results = await asyncio.gather(*tasks)
         duration_s = time.perf_counter() - start_s
         overhead.cpu_share = (time.process_time() - cpu_s) / duration_s
         watch.cancel()
-    records = [record for each in answered for record in each]
+    records = [record for each in results for record in each]
     if max_concurrency is None:
-        overhead.send_lags_s = [each[0].queue_s for each in answered]
+        overhead.send_lags_s = [each[0].queue_s for each in results]
     return Run(records, duration_s, overhead)
 
 

@@ -44,17 +44,17 @@ def throughput(config: Config, workload: Workload, n: int, temperature: float) -
     }
 
 
-def latency(config: Config, workload: Workload, n: int, rounds: tuple[int, int]) -> dict[str, Any]:
-    """Time one batch, `workload`, and return vLLM's metrics. `rounds`: warm-up and measured iterations."""
+def latency(config: Config, workload: Workload, n: int, n_warmup: int, n_measured: int) -> dict[str, Any]:
+    """Time `n_measured` runs of one batch, `workload`, after `n_warmup` runs. Return vLLM's metrics."""
     durations_s = []
     with _llm(config) as llm:
         turns = _turns(llm, workload, config.seed)
         params = [_params(turn.output_len, n, 1.0) for turn in turns]
-        for _ in range(sum(rounds)):
+        for _ in range(n_warmup + n_measured):
             start_s = time.perf_counter()
             llm.generate([turn.prompt for turn in turns], params)
             durations_s.append(time.perf_counter() - start_s)
-    measured = np.array(durations_s[rounds[0] :])
+    measured = np.array(durations_s[n_warmup:])
     return {
         "avg_latency": float(measured.mean()),
         "std_latency": float(measured.std()),

@@ -30,31 +30,31 @@ class RequestRecord:
 
     @property
     def first_s(self) -> float:
-        """Arrival of the first text, or of the end if there was none (tokens without a whole character)."""
+        """Return the arrival of the first text, or of the end if no text arrived."""
         return self.chunk_times_s[0] if self.chunk_times_s else self.end_s
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
+        """Return the time to first token, in seconds."""
         return self.first_s - self.start_s
 
     @property
     def latency_s(self) -> float:
-        """Time from sending to the end."""
+        """Return the seconds from sending to the end."""
         return self.end_s - self.start_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first; 0 for a completion of one token."""
+        """Return the seconds per output token after the first; 0 for a completion of one token."""
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
     def itls_s(self) -> list[float]:
-        """Gaps between chunks with text."""
+        """Return the gaps between chunks with text, in seconds."""
         times = self.chunk_times_s
         return [later - earlier for earlier, later in pairwise(times)]
 
     @property
     def queue_s(self) -> float:
-        """Time in the client before sending."""
+        """Return the seconds in the client before sending."""
         return self.start_s - self.due_s

@@ -20,7 +20,7 @@ time year people way day man thing woman life child world school state family st
 problem hand part place case week company system program question work government number night point
 home water room mother area money story fact month lot right study book eye job word business issue
 side kind head house service friend father power hour game line end member law car city community name
-""".split()  # noqa: SIM905 -- a page of words, not of quotes
+""".split()  # noqa: SIM905 -- a list of quoted words is harder to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,7 @@ def arrival_times(n: int, rate: float, burstiness: float, seed: int) -> list[flo
         return [0.0] * n
     if burstiness == float("inf"):
         return [(i + 1) / rate for i in range(n)]
-    rng = np.random.default_rng(
-        [seed, 1]
-    )  # a separate random stream, so that prompts do not depend on the rate
+    rng = np.random.default_rng([seed, 1])  # a separate stream, so that prompts do not depend on the rate
     due = np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), n))
     times: list[float] = (due * (n / rate / due[-1])).tolist()
     return times

@@ -148,7 +148,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     batch = Workload(
         num_prompts=arguments.batch_size, input_len=arguments.input_len, output_len=arguments.output_len
     )
-    result = latency(config, batch, arguments.n, (arguments.num_iters_warmup, arguments.num_iters))
+    result = latency(config, batch, arguments.n, arguments.num_iters_warmup, arguments.num_iters)
     print(f"Avg latency: {result['avg_latency']:.4f} seconds (seed {config.seed})")
     print(f"Std latency: {result['std_latency']:.4f} seconds")
     for percentile, value in result["percentiles"].items():

@@ -50,10 +50,14 @@ def add_serve(benchmarks: Commands) -> None:
         help="1: Poisson; below 1: bursts; above 1: more regular (default: 1)",
     )
     group.add_argument(
-        "--max-concurrency", type=_count, metavar="N", help="the most concurrent requests (default: no limit)"
+        "--max-concurrency", type=_count, metavar="N", help="maximum concurrent requests (default: no limit)"
     )
     group.add_argument(
-        "--num-warmups", type=_count, default=1, metavar="N", help="warm-up requests (default: 1)"
+        "--num-warmups",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="requests before the measurement (default: 1)",
     )
     group.add_argument(
         "--ignore-eos",
@@ -71,31 +75,49 @@ def add_serve(benchmarks: Commands) -> None:
 def _add_server_flags(parser: Parser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1"
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="address of the server, with or without /v1 (default: %(default)s)",
     )
     group.add_argument(
         "--backend",
         choices=("openai", "openai-chat"),
-        help="/v1/completions or /v1/chat/completions (default: openai, for chat openai-chat)",
+        help="openai: /v1/completions, openai-chat: /v1/chat/completions (default: openai; openai-chat for "
+        "--dataset-name chat)",
     )
     group.add_argument(
-        "--endpoint", default="", metavar="PATH", help="the path, if it is not the backend's default"
+        "--endpoint", default="", metavar="PATH", help="path of requests (default: the backend's)"
     )
-    group.add_argument("--model", default="", metavar="NAME", help="(default: the first of /v1/models)")
-    group.add_argument("--api-key", metavar="KEY", help="(default: the variable LLAISYS_API_KEY)")
     group.add_argument(
-        "--header", type=_pair, action="append", default=[], metavar="KEY=VALUE", help="repeatable"
+        "--model", default="", metavar="NAME", help="model to request (default: the first of /v1/models)"
+    )
+    group.add_argument("--api-key", metavar="KEY", help="key to send (default: LLAISYS_API_KEY)")
+    group.add_argument(
+        "--header",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="header of each request; may be repeated",
     )
 
 
 def _add_workload_flags(parser: Parser, datasets: tuple[str, ...], num_prompts: int) -> None:
     group = parser.add_argument_group("workload", "lengths are in tokens")
-    group.add_argument("--dataset-name", choices=datasets, default="random")
     group.add_argument(
-        "--num-prompts", type=_count, default=num_prompts, metavar="N", help="(default: %(default)s)"
+        "--dataset-name", choices=datasets, default="random", help="kind of prompts (default: %(default)s)"
     )
     group.add_argument(
-        "--input-len", "--random-input-len", type=_count, default=1024, metavar="N", help="(default: 1024)"
+        "--num-prompts", type=_count, default=num_prompts, metavar="N", help="requests (default: %(default)s)"
+    )
+    group.add_argument(
+        "--input-len",
+        "--random-input-len",
+        type=_count,
+        default=1024,
+        metavar="N",
+        help="length of a prompt, after its prefix (default: 1024)",
     )
     group.add_argument(
         "--output-len",
@@ -104,7 +126,7 @@ def _add_workload_flags(parser: Parser, datasets: tuple[str, ...], num_prompts: 
         type=_count,
         default=128,
         metavar="N",
-        help="(default: 128)",
+        help="length of a completion (default: 128)",
     )
     group.add_argument(
         "--random-range-ratio",
@@ -120,13 +142,17 @@ def _add_workload_flags(parser: Parser, datasets: tuple[str, ...], num_prompts: 
         metavar="N",
         help="length of a prefix shared by all prompts (default: 0)",
     )
-    for name, default in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10)):
+    for name, default, text in (
+        ("prefix-len", 256, "length of each shared prefix"),
+        ("suffix-len", 256, "length of a prompt after its prefix"),
+        ("num-prefixes", 10, "number of shared prefixes"),
+    ):
         group.add_argument(
             f"--prefix-repetition-{name}",
             type=_count,
             default=default,
             metavar="N",
-            help=f"(default: {default})",
+            help=f"{text}, for prefix_repetition (default: {default})",
         )
     if "chat" in datasets:
         group.add_argument(
@@ -136,14 +162,15 @@ def _add_workload_flags(parser: Parser, datasets: tuple[str, ...], num_prompts: 
             "--prompt-format",
             choices=("ids", "text"),
             default="ids",
-            help="text: English words of about one token, for servers without token ids (always for chat)",
+            help="ids: token ids; text: English words of about one token, for servers that accept no ids "
+            "(default: ids; chat always sends text)",
         )
         group.add_argument(
             "--vocab-size",
             type=_count,
             default=10_000,
             metavar="N",
-            help="token ids are below it (default: 10000)",
+            help="upper bound of token ids (default: 10000)",
         )
 
 
@@ -154,10 +181,14 @@ def _add_metric_flags(parser: Parser) -> None:
         type=_metrics,
         default=["ttft", "tpot", "itl", "e2el"],
         metavar="A,B",
-        help="to print",
+        help="metrics to print (default: ttft,tpot,itl,e2el)",
     )
     group.add_argument(
-        "--metric-percentiles", type=_percentiles, default=[99.0], metavar="A,B", help="(default: 99)"
+        "--metric-percentiles",
+        type=_percentiles,
+        default=[99.0],
+        metavar="A,B",
+        help="percentiles to report (default: 99)",
     )
     group.add_argument(
         "--goodput",
@@ -172,13 +203,20 @@ def _add_metric_flags(parser: Parser) -> None:
     group.add_argument("--save-detailed", action="store_true", help="include the metrics of every request")
     group.add_argument("--append-result", action="store_true", help="append to the file, one line per run")
     group.add_argument(
-        "--result-dir", type=Path, default=Path(), metavar="DIR", help="(default: the current folder)"
+        "--result-dir", type=Path, default=Path(), metavar="DIR", help="folder of the JSON file (default: .)"
     )
-    group.add_argument("--result-filename", metavar="FILE", help="(default: from rate, model and time)")
     group.add_argument(
-        "--metadata", type=_pair, nargs="*", default=[], metavar="KEY=VALUE", help="saved in the file"
+        "--result-filename", metavar="FILE", help="name of the JSON file (default: from rate, model, date)"
     )
-    group.add_argument("--plot", type=Path, metavar="FILE.svg", help="distributions and throughput over time")
+    group.add_argument(
+        "--metadata",
+        type=_pair,
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="values to add to the JSON file",
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE.svg", help="plot distributions and throughput")
 
 
 def add_throughput(benchmarks: Commands) -> None:
@@ -193,7 +231,13 @@ def add_throughput(benchmarks: Commands) -> None:
     parser.add_argument(
         "--n", type=_count, default=1, metavar="N", help="completions per prompt (default: 1)"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="(default: 1.0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sampling temperature; 0 is greedy (default: 1.0)",
+    )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")
     add_config_flags(parser, CLIENT_SETTINGS)
 
@@ -206,14 +250,28 @@ def add_latency(benchmarks: Commands) -> None:
         "seconds per batch, without a server and without prefix caching",
         "llaisys bench latency smollm2 --batch-size 1 --input-len 128 --output-len 128",
     )
-    parser.add_argument("--input-len", type=_count, default=32, metavar="N", help="(default: 32)")
-    parser.add_argument("--output-len", type=_count, default=128, metavar="N", help="(default: 128)")
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="(default: 8)")
+    parser.add_argument(
+        "--input-len", type=_count, default=32, metavar="N", help="tokens of a prompt (default: 32)"
+    )
+    parser.add_argument(
+        "--output-len", type=_count, default=128, metavar="N", help="tokens of a completion (default: 128)"
+    )
+    parser.add_argument(
+        "--batch-size", type=_count, default=8, metavar="N", help="concurrent requests (default: 8)"
+    )
     parser.add_argument(
         "--n", type=_count, default=1, metavar="N", help="completions per prompt (default: 1)"
     )
-    parser.add_argument("--num-iters-warmup", type=integer, default=10, metavar="N", help="(default: 10)")
-    parser.add_argument("--num-iters", type=_count, default=30, metavar="N", help="(default: 30)")
+    parser.add_argument(
+        "--num-iters-warmup",
+        type=integer,
+        default=10,
+        metavar="N",
+        help="batches before the measurement (default: 10)",
+    )
+    parser.add_argument(
+        "--num-iters", type=_count, default=30, metavar="N", help="measured batches (default: 30)"
+    )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")
     add_config_flags(parser, CLIENT_SETTINGS)
 

@@ -28,7 +28,7 @@ class ChatModel(Protocol):
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys chat [MODEL]`."""
+    """Add `llaisys chat [MODEL]`."""
     parser = add_command(
         commands,
         "chat",

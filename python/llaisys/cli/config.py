@@ -15,7 +15,7 @@ MASK = "***"
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys config show [MODEL] [flags]`."""
+    """Add `llaisys config show [MODEL] [flags]`."""
     parser = add_command(
         commands,
         "config",

@@ -27,7 +27,6 @@ ALIASES = {
     "tensor_parallel_size": ("-tp",),
 }
 
-
 # Settings of commands without a server: those of an engine, and the key of a client.
 CLIENT_SETTINGS = EngineConfig.model_fields.keys() | {"api_key"}
 

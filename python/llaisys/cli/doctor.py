@@ -11,7 +11,7 @@ from llaisys.config import package_version
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys doctor`."""
+    """Add `llaisys doctor`."""
     parser = add_command(
         commands,
         "doctor",

@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
         "complete a text and stream the result to stdout",
         """
         llaisys generate --prompt "The capital of France is" --max-tokens 8 --temperature 0
-        llaisys generate path/to/model < prompt.txt > answer.txt
+        llaisys generate path/to/model < prompt.txt > completion.txt
         """,
     )
     parser.add_argument("--prompt", help="the text to complete (default: all of stdin)")

@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:  # for example, `llaisys ... | head -1`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # prevents Python's error message at exit
+        # Prevents Python's error message at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except LlaisysError as e:
         print(f"llaisys {arguments.command}: {e}", file=sys.stderr)

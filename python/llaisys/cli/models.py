@@ -11,7 +11,7 @@ _HEADER = ("NAME", "SIZE", "LICENSE", "FROM", "PATH")
 
 
 def add_parser(commands: Commands) -> None:
-    """`llaisys models`."""
+    """Add `llaisys models`."""
     add_command(
         commands, "models", "list embedded models and models in the Hugging Face cache", "llaisys models"
     )

@@ -9,8 +9,8 @@ from llaisys.cli.config_flags import flag_of, integer
 
 # Field of SamplingParams and of the HTTP API -> its type and help text.
 FIELDS: dict[str, tuple[Any, str]] = {
-    "max_tokens": (integer, "the most tokens of the completion"),
-    "min_tokens": (integer, "the fewest tokens before the completion may end"),
+    "max_tokens": (integer, "maximum tokens of the completion"),
+    "min_tokens": (integer, "minimum tokens of the completion"),
     "temperature": (float, "0 is greedy, 1 the model's own distribution"),
     "top_p": (float, "keep the most likely tokens up to this total probability"),
     "top_k": (integer, "keep this many of the most likely tokens; 0 keeps all"),

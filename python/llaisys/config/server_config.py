@@ -56,8 +56,8 @@ class ServerConfig(BaseModel):
     )
     models: Annotated[tuple[dict[str, Any], ...], NoDecode] = Field(
         (),
-        description="several models in one server, in place of model: each {name: ..., model: ...} plus any "
-        "engine setting of its own",
+        description="several models in one server, in place of model: each {name: ..., model: ...} plus the "
+        "engine settings in which it differs",
     )
 
     # address

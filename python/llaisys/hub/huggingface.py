@@ -33,7 +33,7 @@ _ID = re.compile(
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _SPLIT_GGUF = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
-# Files that are read besides the weights: required, then optional.
+# Files that are read in addition to the weights: required, then optional.
 _REQUIRED = ("config.json", "tokenizer.json")
 _OPTIONAL = (
     "generation_config.json",
