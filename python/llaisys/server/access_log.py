@@ -26,9 +26,8 @@ PATH_MAX = 200
 CLIENT_GONE = 499  # as in nginx: the client disconnected before a status was sent
 
 log = logging.getLogger("llaisys.server")
-request_log = logging.getLogger(
-    "llaisys.request"
-)  # `lifecycle.py` writes its messages, which are JSON objects, without a prefix
+# Its messages are JSON objects; `lifecycle` logs them without a prefix.
+request_log = logging.getLogger("llaisys.request")
 
 
 class AccessLogMiddleware:
@@ -38,10 +37,10 @@ class AccessLogMiddleware:
     and turns an uncaught exception into a 500 that names it.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, spans: RequestTracer | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
         self._app = app
         self._metrics = metrics
-        self._tracer = spans
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
@@ -53,7 +52,7 @@ class AccessLogMiddleware:
         started_s, status, is_whole = time.monotonic(), 0, False
         scope.setdefault("state", {}).update(request_id=request_id, notes=notes, started_s=started_s)
 
-        async def marked(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -62,12 +61,12 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, marked)
+            await self._app(scope, receive, send_with_id)
         except Exception as e:
             log.exception("request %s failed", request_id)
             notes["end_reason"] = "internal_error"
             if not status:
-                await send_error(marked, to_api_error(e, request_id))
+                await send_error(send_with_id, to_api_error(e, request_id))
             elif not is_whole:
                 raise  # uvicorn then closes the connection, so that the client sees an incomplete response
         finally:

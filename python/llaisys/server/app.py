@@ -1,5 +1,7 @@
-"""create_app: builds the ASGI application with middleware, routes, error responses and the OpenAPI
-document."""
+"""create_app: builds the ASGI application.
+
+It has middleware, routes, error responses and the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,15 @@ from llaisys.server.webui import chats, static
 COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
 NOT_OURS = ("HTTPValidationError", "ValidationError")
 BEARER = {"key": {"type": "http", "scheme": "bearer"}}
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-llaisys-ignored-fields",
+    "retry-after",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+)
 
 router = APIRouter()
 
@@ -52,28 +63,17 @@ def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> 
 
     `open_paths`: paths that need no key.
     """
-    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    for path, operations in made["paths"].items():
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if has_keys:
                 operation["security"] = [] if path in open_paths else [{name: [] for name in BEARER}]
     for name in NOT_OURS:
-        made["components"]["schemas"].pop(name, None)
+        document["components"]["schemas"].pop(name, None)
     if has_keys:
-        made["components"]["securitySchemes"] = BEARER
-    return made
-
-
-METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
-EXPOSED_HEADERS = (
-    "x-request-id",
-    "x-llaisys-ignored-fields",
-    "retry-after",
-    "x-ratelimit-limit-requests",
-    "x-ratelimit-remaining-requests",
-    "x-ratelimit-reset-requests",
-)
+        document["components"]["securitySchemes"] = BEARER
+    return document
 
 
 def create_app(state: ServerState, port: int) -> ASGIApp:
@@ -91,15 +91,15 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
         app, config.max_concurrent_requests_per_key, config.max_requests_per_minute_per_key
     )
     app = AuthMiddleware(app, state.keys, PROBES | {"/"} | set(routes.state.webui))
-    if state.config.allowed_origins:
+    if config.allowed_origins:
         app = CORSMiddleware(
             app,
-            allow_origins=state.config.allowed_origins,
+            allow_origins=config.allowed_origins,
             allow_methods=METHODS,
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app = HostMiddleware(app, HostRule.of(state.config, port), state.config.allowed_origins)
+    app = HostMiddleware(app, HostRule.of(config, port), config.allowed_origins)
     return AccessLogMiddleware(app, state.metrics, state.tracer)
 
 
@@ -121,7 +121,6 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.server = state
     document = cache(partial(openapi_of, app, PROBES, has_keys=bool(state.keys)))
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
-    app.state.chats = state.chats
     app.state.webui = static.load_webui()
     api = (chat, chats, completions, embeddings, models, tokenize, sessions, requests)
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):
@@ -148,7 +147,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Convert the framework's errors (404, 405, an unreadable body) to ours."""
+    """Respond to the framework's errors (404, 405, an unreadable body) with OpenAI's error object."""
     if isinstance(error, ApiError) or not isinstance(error, HTTPException):
         return await _on_error(request, error)
     message, code = {
@@ -164,11 +163,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 def _methods_of(request: Request) -> list[str]:
     """Return all methods of a path. The framework names only those of its first route."""
     routes, scope = request.app.routes, request.scope
-    taken = {
-        method: any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    return [
+        method
         for method in METHODS
-    }
-    return [method for method in METHODS if taken[method]]
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:

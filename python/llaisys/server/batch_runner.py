@@ -60,7 +60,7 @@ async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchR
     Only complete lines are written, in order. Raises the errors of loading, and EngineDeadError if an engine
     dies; all later lines have status 503.
     """
-    config = _for_a_batch(config)
+    config = _batch_config(config)
     models = await ModelRegistry.start(config)
     try:
         out.truncate(0)
@@ -73,7 +73,7 @@ async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchR
         await models.close()
 
 
-def _for_a_batch(config: Config) -> Config:
+def _batch_config(config: Config) -> Config:
     """Return a configuration whose limits reject no line. Requests have no timeout unless `request_timeout_s`
     is set."""
     queued = max(config.max_num_queued_reqs, config.max_num_seqs * PROMPTS_MAX)

@@ -14,12 +14,28 @@ from typing import Any, Protocol
 from llaisys.errors import RejectedError
 from llaisys.outputs import Logprob, RequestOutput
 from llaisys.sampling_params import SamplingParams
-from llaisys.server.access_log import (
-    REQUEST_ID_MAX,
-    clean_request_id,
-)
-from llaisys.server.protocol import ResponseOptions
+from llaisys.server.access_log import REQUEST_ID_MAX, clean_request_id
+from llaisys.server.protocol import ResponseOptions, UsageOptions
 from llaisys.server.response_body import Json, Part
+
+# vLLM's value for the logprob of an impossible token, because JSON has no infinity.
+LOGPROB_MIN = -9999.0
+# Tokens of an echoed prompt with logprobs in one chunk, usually up to 64 KiB of JSON.
+ECHO_TOKENS = 64
+
+# The size of a response is estimated before its request is admitted. The estimate includes what is certain:
+# the prompt's part, and tokens that the request requires (`min_tokens`, with `ignore_eos` also `max_tokens`).
+# All other tokens are counted during generation (`ResponseBytes`), because most responses end long before
+# their bound. The constants are bytes of JSON for a token of 4 characters and a logprob of 18 digits.
+TEXT_BYTES = 4
+ID_BYTES = 6
+# `" the":-12.345678329467773,`; and the name, logprob and offset of each token.
+CANDIDATE_BYTES, TOKEN_BYTES = 27, 35
+# `{"token":" the","logprob":-12.345678329467773,"bytes":[32,116,104,101]},`
+CHAT_CANDIDATE_BYTES, CHAT_TOKEN_BYTES = 72, 19
+# `"12345":{"logprob":-12.345678329467773,"rank":12345,"decoded_token":" the"},`
+PROMPT_CANDIDATE_BYTES = 77
+FLOAT_BYTES, BASE64_FLOAT_BYTES = 21, 16 / 3
 
 
 class CompletionBuilder(Protocol):
@@ -90,7 +106,7 @@ class Usage:
         self._cached_tokens: dict[int, int] = {}
         self.completion_tokens = 0
 
-    def prompt(self, index: int, n_tokens: int) -> None:
+    def set_prompt_tokens(self, index: int, n_tokens: int) -> None:
         """Set the length of a prompt before its first delta."""
         self._prompt_tokens[index] = n_tokens
 
@@ -119,12 +135,6 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-
-
-# vLLM's value for the logprob of an impossible token, because JSON has no infinity.
-LOGPROB_MIN = -9999.0
-# Tokens of an echoed prompt with logprobs in one chunk, usually up to 64 KiB of JSON.
-ECHO_TOKENS = 64
 
 
 def chat_logprobs(
@@ -171,6 +181,34 @@ def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[di
         }
         for candidates in logprobs
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBuilder:
+    """Builds the chunk objects of a stream. `kind`: their `object`, such as `chat.completion.chunk`."""
+
+    meta: CompletionMeta
+    kind: str
+    usage: Usage
+    usage_options: UsageOptions
+
+    def chunk(self, choice: Json) -> Json:
+        """Return the chunk of one choice.
+
+        `usage` is null if it is sent at the end, and set if it is sent in every chunk.
+        """
+        chunk = {**self.meta.fields(self.kind), "choices": [choice]}
+        if self.usage_options.in_every_chunk:
+            chunk["usage"] = self.usage.body()
+        elif self.usage_options.at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def closing(self) -> list[Json]:
+        """Return the usage chunk, which has no choices, if requested."""
+        if not self.usage_options.at_end:
+            return []
+        return [{**self.meta.fields(self.kind), "choices": [], "usage": self.usage.body()}]
 
 
 class CompletionLogprobs:
@@ -226,21 +264,6 @@ def _name(token_id: int, candidate: Logprob, *, ids_as_tokens: bool) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOGPROB_MIN)
-
-
-# The size of a response is estimated before its request is admitted. The estimate includes what is certain:
-# the prompt's part, and tokens that the request requires (`min_tokens`, with `ignore_eos` also `max_tokens`).
-# All other tokens are counted during generation (`ResponseBytes`), because most responses end long before
-# their bound. The constants are bytes of JSON for a token of 4 characters and a logprob of 18 digits.
-TEXT_BYTES = 4
-ID_BYTES = 6
-# `" the":-12.345678329467773,`; and the name, logprob and offset of each token.
-CANDIDATE_BYTES, TOKEN_BYTES = 27, 35
-# `{"token":" the","logprob":-12.345678329467773,"bytes":[32,116,104,101]},`
-CHAT_CANDIDATE_BYTES, CHAT_TOKEN_BYTES = 72, 19
-# `"12345":{"logprob":-12.345678329467773,"rank":12345,"decoded_token":" the"},`
-PROMPT_CANDIDATE_BYTES = 77
-FLOAT_BYTES, BASE64_FLOAT_BYTES = 21, 16 / 3
 
 
 def check_response_size(

@@ -1,5 +1,4 @@
-"""Connection: uvicorn's HTTP connection with bounded parsing and timeouts, and support for half-closed
-clients.
+"""Connection: uvicorn's HTTP connection with bounded parsing, timeouts and support for half-closed clients.
 
 Bytes from clients are bounded before they are parsed. One iteration of the event loop parses a bounded number
 of events over all connections.
@@ -33,6 +32,15 @@ CHUNKED_PIECE_BYTES, BODY_PIECE_BYTES = 2 * 1024, 64 * 1024
 # starts.
 EVENTS_PER_ITERATION, EVENTS_PER_REQUEST = 512, 64
 BLANK_LINE = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
+# Bytes that are received but not parsed; more stay in the kernel. One read of asyncio (256 KiB) may be added.
+INPUT_BYTES_MAX = 64 * 1024
+# A rejected client may continue to send. Closing the connection at once would lose the error response.
+LINGER_S, LINGER_BYTES_MAX = 2.0, 1024 * 1024
+# Interval at which a half-closed connection is checked, and delay before the client is probed.
+HALF_CLOSED_POLL_S = 0.5
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+log = logging.getLogger("llaisys.connections")
 
 
 class BoundError(Exception):
@@ -176,17 +184,6 @@ class ParseQueue:
         self._work()
 
 
-# Bytes that are received but not parsed; more stay in the kernel. One read of asyncio (256 KiB) may be added.
-INPUT_BYTES_MAX = 64 * 1024
-# A rejected client may continue to send. Closing the connection at once would lose the error response.
-LINGER_S, LINGER_BYTES_MAX = 2.0, 1024 * 1024
-# Interval at which a half-closed connection is checked, and delay before the client is probed.
-HALF_CLOSED_POLL_S = 0.5
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-log = logging.getLogger("llaisys.connections")
-
-
 class ReadControl(FlowControl):
     """Pauses reading while the application has a large body to read or too much input is unparsed."""
 
@@ -240,7 +237,7 @@ class Connection(H11Protocol):
     _n_lingered = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """asyncio."""
+        """Start the connection (called by asyncio)."""
         super().connection_made(transport)
         self.conn = RequestParser()
         self.flow = ReadControl(transport)
@@ -249,7 +246,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """asyncio."""
+        """Queue received bytes for the parser (called by asyncio)."""
         self._unset_keepalive_if_required()
         if self._is_refused:
             self._n_lingered += len(data)
@@ -262,7 +259,10 @@ class Connection(H11Protocol):
         self._watch()
 
     def parse_some(self) -> int:
-        """See `Parsing`. Never raises, because it also runs on behalf of other connections."""
+        """Parse up to the next boundary, as `Parsing` defines.
+
+        Never raises, because other connections may call it through the queue.
+        """
         before = self.conn.n_events, self.conn.n_headers
         cycle = self.cycle
         try:
@@ -285,13 +285,13 @@ class Connection(H11Protocol):
         self.limit.stats.headers += self.conn.n_headers - before[1]
         return max(1, n_events)
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's text for every error
-        """Send our error (called by uvicorn after h11 has rejected the input)."""
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the same text for every error
+        """Send the parser's error (called by uvicorn after h11 has rejected the input)."""
         self._refuse(self.conn.error)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's never keeps it open
         """Return True to keep the sending side open (called by asyncio)."""
-        may_respond = self._is_answering() or bool(self._received)
+        may_respond = self._is_responding() or bool(self._received)
         if self.scheme == "https" or self._is_refused or not may_respond or self._is_gone():
             return False
         self._is_half_closed = True
@@ -301,7 +301,7 @@ class Connection(H11Protocol):
         return True
 
     def on_response_complete(self) -> None:
-        """uvicorn."""
+        """Continue with the next request (called by uvicorn)."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -310,7 +310,7 @@ class Connection(H11Protocol):
         self.queue.add(self)  # a pipelined request, or the end of a half-closed connection
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio."""
+        """Stop the timers (called by asyncio)."""
         super().connection_lost(exc)
         self._received.clear()
         self._stop()
@@ -320,7 +320,7 @@ class Connection(H11Protocol):
     def _is_open(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _is_answering(self) -> bool:
+    def _is_responding(self) -> bool:
         """Return True while a completely received request is open."""
         is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
         return self._is_open() and is_whole
@@ -358,7 +358,7 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     def _end_if_half_closed(self) -> None:
-        if self._is_half_closed and not self._is_answering():
+        if self._is_half_closed and not self._is_responding():
             self.transport.close()
 
     def _poll_half_closed(self) -> None:

@@ -41,10 +41,17 @@ from llaisys.server.state import ServerState
 from llaisys.server.tracing import RequestTracer
 from llaisys.server.webui.chat_store import ChatStore
 
-INTERVAL_S = 0.25
+# Seconds between two samples of the event loop's lag, and between two trims of the heap.
+LAG_INTERVAL_S = 0.25
+TRIM_INTERVAL_S = 5.0
+EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
+CLOSE_CONNECTIONS_S = 1
+BEATS_PER_WINDOW = 24  # heartbeats per `watchdog_window_s`; a late event loop is logged after a sixth of it
+
+log = logging.getLogger("llaisys.server")
 
 
-async def measure_loop_lag(observe: Callable[[float], None], interval_s: float = INTERVAL_S) -> None:
+async def measure_loop_lag(observe: Callable[[float], None], interval_s: float = LAG_INTERVAL_S) -> None:
     """Report every `interval_s` seconds by how many seconds this task woke up late. Never returns."""
     loop = asyncio.get_running_loop()
     while True:
@@ -53,25 +60,15 @@ async def measure_loop_lag(observe: Callable[[float], None], interval_s: float =
         observe(max(0.0, loop.time() - due_s))
 
 
-TRIM_INTERVAL_S = 5.0
-
-
 async def trim_memory(interval_s: float = TRIM_INTERVAL_S, work: Callable[[], None] = trim) -> None:
     """Return freed memory to the system every `interval_s` seconds, on a thread. Never returns.
 
     glibc keeps freed memory in the malloc arenas of its threads. Without this, the server's memory grows for
-    an hour (docs/decisions/0009).
+    an hour (docs/decisions/0009-processes-and-models.md).
     """
     while True:
         await asyncio.sleep(interval_s)
         await asyncio.to_thread(work)
-
-
-EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
-CLOSE_CONNECTIONS_S = 1
-BEATS_PER_WINDOW = 24  # heartbeats per `watchdog_window_s`; a late event loop is logged after a sixth of it
-
-log = logging.getLogger("llaisys.server")
 
 
 def serve(config: Config) -> int:

@@ -30,6 +30,14 @@ REQUESTS_MAX = 1024
 PROBE_CONNECTIONS = 32
 # Maximum number of connections that asyncio accepts in one iteration of the event loop.
 ACCEPTS_PER_ITERATION = 128
+# Bytes of the kernel's send buffer of a connection (the kernel doubles this). The default would grow to 4 MiB
+# for a client that does not read.
+SEND_BYTES = 128 * 1024
+# Open files in addition to connections: weights, stores, epoll, pipes, libraries while they are read, and
+# connections accepted or evicted in this iteration of the event loop.
+SPARE_FILES = 256 + 2 * ACCEPTS_PER_ITERATION
+FILES_IF_UNLIMITED = 65536  # if the system has no limit
+TLS_SETTINGS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 log = logging.getLogger("llaisys.connections")
 
@@ -140,16 +148,6 @@ class Listener(socket.socket):
         raise ConnectionAbortedError
 
 
-# Bytes of the kernel's send buffer of a connection (the kernel doubles this). The default would grow to 4 MiB
-# for a client that does not read.
-SEND_BYTES = 128 * 1024
-# Open files in addition to connections: weights, stores, epoll, pipes, libraries while they are read, and
-# connections accepted or evicted in this iteration of the event loop.
-SPARE_FILES = 256 + 2 * ACCEPTS_PER_ITERATION
-FILES_IF_UNLIMITED = 65536  # if the system has no limit
-TLS_SETTINGS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-
-
 @contextlib.contextmanager
 def listening(config: Config) -> Iterator[Listener]:
     """Yield a listening socket; close it at the end, and remove the file of a Unix socket.
@@ -157,13 +155,17 @@ def listening(config: Config) -> Iterator[Listener]:
     Raises RejectedError with the fix.
     """
     with contextlib.closing(bind(config) if config.uds is None else _bind_uds(config.uds)) as listener:
-        mine = None if config.uds is None else config.uds.stat()
+        created = None if config.uds is None else config.uds.stat()
         try:
             yield listener
         finally:
             # Another server may have replaced the file since.
             with contextlib.suppress(OSError):
-                if config.uds is not None and mine is not None and os.path.samestat(config.uds.stat(), mine):
+                if (
+                    config.uds is not None
+                    and created is not None
+                    and os.path.samestat(config.uds.stat(), created)
+                ):
                     config.uds.unlink()
 
 
@@ -209,8 +211,7 @@ def _bind_text(config: Config, error: OSError) -> str:
 
 
 def _bind_uds(path: Path) -> Listener:
-    """Return a listening Unix socket for owner and group at most; with the usual umask 022, for the owner
-    only.
+    """Return a listening Unix socket that only its owner and group may use; with umask 022, only its owner.
 
     A socket file that no server listens on is replaced.
     """

@@ -251,7 +251,7 @@ class ConnectionCollector:
         self._log = log
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus_client."""
+        """Yield the metric families (prometheus_client's collector protocol)."""
         stats = self._stats
         closed = CounterMetricFamily(
             "llaisys:connections_closed",

@@ -25,10 +25,7 @@ from llaisys.body import InvalidField, parse_body
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import ignored_headers
-from llaisys.server.http_errors import (
-    ApiError,
-    to_api_error,
-)
+from llaisys.server.http_errors import ApiError, to_api_error
 from llaisys.server.request_schemas import (
     CACHE_SALT_CHARS_MAX,
     ChatCompletionRequest,
@@ -39,41 +36,6 @@ from llaisys.server.request_schemas import (
 )
 from llaisys.server.state import state_of
 from llaisys.session_client import check_name
-
-
-def engine_of(
-    request: Request, body: OpenRequest, neutral: Mapping[str, tuple[Any, ...]]
-) -> tuple[AsyncLLM, dict[str, str]]:
-    """Return the model that a body names, and the headers that name ignored fields.
-
-    `neutral`: known but unsupported fields with their accepted values. Raises the errors of
-    `ServerState.serving` and `ignored_fields`.
-    """
-    state = state_of(request)
-    engine = state.serving(body.model)
-    return engine, ignored_headers(request, ignored_fields(body, neutral, state.config.strict_fields))
-
-
-def served_name(engine: AsyncLLM, model: str | None) -> str:
-    """Return the model name for the response: the requested one, or the first."""
-    return str(model) if model in engine.model_names else engine.model_names[0]
-
-
-def text_of(where: str, value: Any) -> str:
-    """Return `value` if it is a string that can be encoded. Raises RejectedError naming `where`.
-
-    A JSON escape can contain half of a surrogate pair, which no tokenizer and no response can represent.
-    """
-    if not isinstance(value, str):
-        raise RejectedError(f"{where} must be a string", param=where)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RejectedError(
-            f"{where} contains half of a surrogate pair, which is not valid text", param=where
-        ) from None
-    return value
-
 
 IGNORED_NAMES_MAX = 64
 # Maximum choices of one prompt over HTTP.
@@ -140,7 +102,6 @@ COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 
-
 EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "messages": (),
     "embed_dtype": ("float32",),
@@ -151,12 +112,84 @@ EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "session_id": ("",),
 }
 
-
 TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
+
+# Sampling fields with the same name and meaning in requests and in SamplingParams.
+_SAME = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "n",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+
+# Bodies up to this size are parsed on the event loop, in 1 ms (10 ms in the worst case). Larger ones are sent
+# to a worker process, which costs 0.2 ms and a thread.
+INLINE_BYTES_MAX = 64 << 10
+# Maximum characters of a client's field name in an error.
+NAME_CHARS_MAX = 64
+
+# Error texts of fields with several types, in place of pydantic's error for the first type that it tried.
+UNIONS = {
+    "stop": "must be a string or a list of strings",
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "guided_json": "must be a JSON schema, an object or its text",
+    "tool_choice": "must be a string or an object",
+}
+
+
+def engine_of(
+    request: Request, body: OpenRequest, neutral: Mapping[str, tuple[Any, ...]]
+) -> tuple[AsyncLLM, dict[str, str]]:
+    """Return the model that a body names, and the headers that name ignored fields.
+
+    `neutral`: known but unsupported fields with their accepted values. Raises the errors of
+    `ServerState.serving` and `ignored_fields`.
+    """
+    state = state_of(request)
+    engine = state.serving(body.model)
+    return engine, ignored_headers(request, ignored_fields(body, neutral, state.config.strict_fields))
+
+
+def served_name(engine: AsyncLLM, model: str | None) -> str:
+    """Return the model name for the response: the requested one, or the first."""
+    return str(model) if model in engine.model_names else engine.model_names[0]
+
+
+def text_of(param: str, value: Any) -> str:
+    """Return `value` if it is a string that can be encoded. Raises RejectedError naming `param`.
+
+    A JSON escape can contain half of a surrogate pair, which no tokenizer and no response can represent.
+    """
+    if not isinstance(value, str):
+        raise RejectedError(f"{param} must be a string", param=param)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RejectedError(
+            f"{param} contains half of a surrogate pair, which is not valid text", param=param
+        ) from None
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,31 +310,6 @@ def _printable(name: str) -> str:
     return safe or "?"
 
 
-# Sampling fields with the same name and meaning in requests and in SamplingParams.
-_SAME = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "n",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-)
-
-
 def sampling_params(
     request: GenerationRequest, defaults: Mapping[str, Any], max_tokens: int | None
 ) -> SamplingParams:
@@ -358,22 +366,6 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
         raise RejectedError("logit_bias has a key that is not a token id", param="logit_bias") from None
-
-
-# Bodies up to this size are parsed on the event loop, in 1 ms (10 ms in the worst case). Larger ones are sent
-# to a worker process, which costs 0.2 ms and a thread.
-INLINE_BYTES_MAX = 64 << 10
-# Maximum characters of a client's field name in an error.
-NAME_CHARS_MAX = 64
-
-# Error texts of fields with several types, in place of pydantic's error for the first type that it tried.
-UNIONS = {
-    "stop": "must be a string or a list of strings",
-    "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
-    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
-    "guided_json": "must be a JSON schema, an object or its text",
-    "tool_choice": "must be a string or an object",
-}
 
 
 class BodyRequest(Request):

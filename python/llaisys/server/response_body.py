@@ -21,7 +21,12 @@ from llaisys.shares import Shares
 PIECE_BYTES = 64 << 10
 # Maximum numbers or token texts that are serialized at a time.
 SLICE_ITEMS = 8192
+LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+TEXTS = ("content", "reasoning", "reasoning_content")
+# Bytes of a choice without its lists and texts: names, brackets and reasons.
+CHOICE_BYTES = 256
 Part: TypeAlias = bytes | bytearray
+Json: TypeAlias = dict[str, Any]
 
 
 class JsonList:
@@ -149,13 +154,6 @@ class JsonParts(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
         """Handle a request (ASGI)."""
         await send_parts(send, self._own_headers, self._parts)
-
-
-Json: TypeAlias = dict[str, Any]
-LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-TEXTS = ("content", "reasoning", "reasoning_content")
-# Bytes of a choice without its lists and texts: names, brackets and reasons.
-CHOICE_BYTES = 256
 
 
 class TextChoiceBuilder:

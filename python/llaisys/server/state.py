@@ -138,7 +138,7 @@ class ServerState:
         )
 
     def registry(self) -> ModelRegistry:
-        """The models. Raises ApiError (503) while loading or draining, and if every engine is dead."""
+        """Return the models. Raises ApiError (503) while loading or draining, and if every engine is dead."""
         if self.draining:
             raise shutting_down()
         if self.models is None:
@@ -148,8 +148,10 @@ class ServerState:
         return self.models
 
     def serving(self, model: str | None) -> AsyncLLM:
-        """Return the model with a name; None, empty and `default` mean the first. Raises ApiError (404,
-        503)."""
+        """Return the model with a name; None, empty and `default` mean the first.
+
+        Raises ApiError: 404 for an unknown name, 503 if the model cannot serve.
+        """
         service = self.registry().find(model)
         if service is None:
             raise model_not_found(str(model))
@@ -158,13 +160,17 @@ class ServerState:
         return service
 
     def refusal(self, client_id: str) -> QueueFullError | None:
-        """Return the error if no model would queue a request of this client; None if one may or responds
-        503."""
+        """Return the error if no model would queue a request of this client.
+
+        None if a model may queue it, or if the route responds 503.
+        """
         return None if self.draining or self.models is None else self.models.refusal(client_id)
 
     def unavailable(self) -> ApiError | None:
-        """Return the 503 of `/health` and `/ready` (draining, loading, dead engine); None if all models
-        serve."""
+        """Return the 503 of `/health` and `/ready`: draining, loading or a dead engine.
+
+        None if all models serve.
+        """
         if self.draining:
             return shutting_down()
         if self.models is None:

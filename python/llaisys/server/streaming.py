@@ -24,6 +24,20 @@ from llaisys.server.state import RequestEntry, state_of
 Deltas: TypeAlias = AsyncIterator[RequestOutput]
 _Item: TypeAlias = RequestOutput | Exception | None
 
+HEADERS_WAIT_S = 10.0
+PING_INTERVAL_S = 15.0
+SMALL_BYTES = 8 * 1024
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+NORMAL_FINISH_REASONS = (None, FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+log = logging.getLogger("llaisys.server")
+
 
 async def merge_streams(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the stream, delta) as deltas arrive; each stream keeps its order.
@@ -68,18 +82,6 @@ async def _pump(index: int, stream: Deltas, queue: asyncio.Queue[tuple[int, _Ite
 def _closing(stream: Deltas) -> aclosing[AsyncGenerator[RequestOutput, None]]:
     """Return a context that closes the stream at its end, which cancels the request."""
     return aclosing(cast("AsyncGenerator[RequestOutput, None]", stream))
-
-
-HEADERS_WAIT_S = 10.0
-PING_INTERVAL_S = 15.0
-SMALL_BYTES = 8 * 1024
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",
-}
-DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 
 
 class SseWriter:
@@ -191,11 +193,6 @@ class SseWriter:
 
 def _frames(values: Iterable[Any]) -> bytes:
     return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)
-
-
-NORMAL_FINISH_REASONS = (None, FinishReason.STOP.value, FinishReason.LENGTH.value)
-
-log = logging.getLogger("llaisys.server")
 
 
 class CompletionResponse(Response):

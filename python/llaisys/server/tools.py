@@ -22,6 +22,7 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _STRUCTURED = frozenset({"json", "regex", "choice", "grammar", "json_object"})
 
 
@@ -124,9 +125,6 @@ def with_param(error: LlaisysError, field: str) -> LlaisysError:
     return type(error)(str(error).replace(param, field, 1), param=field)
 
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools of a request.
@@ -191,7 +189,7 @@ def _schemas(tools: list[Json]) -> dict[str, Json]:
         if tool.get("type") != "function" or not isinstance(function, Mapping):
             raise UnsupportedError(f"{where} is not of type 'function', the only one supported", param=where)
         name = function.get("name")
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None or name in schemas:
+        if not isinstance(name, str) or _FUNCTION_NAME.fullmatch(name) is None or name in schemas:
             raise RejectedError(
                 f"{where}.function.name must be unique, 1 to 64 letters, digits, _ or -",
                 param=f"{where}.function.name",

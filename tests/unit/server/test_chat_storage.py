@@ -66,8 +66,8 @@ async def test_a_full_disk_is_a_507_without_side_effects(
 ) -> None:
     """The page limit of SQLite fails like a full disk."""
     assert (await put(chats)).status_code == 200
-    n_pages = store._writer.now(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
-    store._writer.now(lambda db: db.execute(f"PRAGMA max_page_count = {n_pages}").fetchall())
+    n_pages = store._writer.run_blocking(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+    store._writer.run_blocking(lambda db: db.execute(f"PRAGMA max_page_count = {n_pages}").fetchall())
     for refused in (
         await put(chats, 1, "x" * 100_000),
         await chats.put("/v1/chats/two", json={"base": 0, "chat": {"text": "x" * 100_000}}),
@@ -78,7 +78,7 @@ async def test_a_full_disk_is_a_507_without_side_effects(
     assert caplog.messages.count(f"the chat store {path}: database or disk is full") == 2
     assert await store.changes("", 0) == [Change("one", 1, False)]
     assert (await chats.get("/v1/chats/one")).json()["chat"] == {"text": "x"}
-    store._writer.now(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchall())
+    store._writer.run_blocking(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchall())
     assert (await put(chats, 1, "x" * 100_000)).json() == {"id": "one", "revision": 2}
 
 

@@ -28,6 +28,8 @@ from llaisys.server.state import ServerState
 
 MINUTE_S = 60.0
 COUNTED = ("POST", "PUT", "DELETE")
+# Requests to these paths enter the queue of the model that their body names.
+QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
 log = logging.getLogger("llaisys.connections")
 
@@ -119,10 +121,6 @@ def _rate_limit_headers(per_minute: int, left: float) -> dict[str, str]:
         "x-ratelimit-remaining-requests": str(int(left)),
         "x-ratelimit-reset-requests": f"{reset_s:.3f}s",
     }
-
-
-# Requests to these paths enter the queue of the model that their body names.
-QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
 
 class QueueLimitMiddleware:

@@ -16,6 +16,7 @@ from llaisys.outputs import CompletionOutput, RequestOutput
 from llaisys.server.access_log import client_id_of, note_request
 from llaisys.server.completion_builder import (
     ECHO_TOKENS,
+    ChunkBuilder,
     CompletionMeta,
     Usage,
     chat_logprobs,
@@ -78,8 +79,8 @@ def template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `chat_template_kwargs` for the template. Raises RejectedError for names that the server sets."""
     for name in kwargs or {}:
         if name in RESERVED_KWARGS:
-            where = f"chat_template_kwargs.{name}"
-            raise RejectedError(f"{where} cannot be set by a request", param=where)
+            field = f"chat_template_kwargs.{name}"
+            raise RejectedError(f"{field} cannot be set by a request", param=field)
     return dict(kwargs or {})
 
 
@@ -175,7 +176,8 @@ class ChatCompletionBuilder:
     ) -> None:
         self.meta = meta
         self.usage = Usage()
-        self.usage.prompt(0, len(prompt))
+        self.usage.set_prompt_tokens(0, len(prompt))
+        self._chunk_builder = ChunkBuilder(meta, "chat.completion.chunk", self.usage, options.usage)
         self._options = options
         self._prompt = prompt
         self._parts = defaultdict[int, ChoiceDeltas](parts)
@@ -206,9 +208,7 @@ class ChatCompletionBuilder:
 
     def closing(self) -> list[Json]:
         """Return the usage chunk, which has no choices, if requested."""
-        if not self._options.usage.at_end:
-            return []
-        return [{**self.meta.fields("chat.completion.chunk"), "choices": [], "usage": self.usage.body()}]
+        return self._chunk_builder.closing()
 
     def collect(self, chunk: Json) -> int:
         """Add a chunk to the object; return by how many bytes it has grown."""
@@ -259,8 +259,6 @@ class ChatCompletionBuilder:
         return out
 
     def _chunk(self, index: int, delta: Json, **fields: Any) -> Json:
-        """Return one chunk. `usage` is null if it is sent at the end, and set if it is sent in every
-        chunk."""
         choice = {
             "index": index,
             "delta": delta,
@@ -269,9 +267,4 @@ class ChatCompletionBuilder:
             "stop_reason": None,
             **fields,
         }
-        chunk = {**self.meta.fields("chat.completion.chunk"), "choices": [choice]}
-        if self._options.usage.in_every_chunk:
-            chunk["usage"] = self.usage.body()
-        elif self._options.usage.at_end:
-            chunk["usage"] = None
-        return chunk
+        return self._chunk_builder.chunk(choice)

@@ -17,6 +17,7 @@ from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of, note_request
 from llaisys.server.completion_builder import (
     ECHO_TOKENS,
+    ChunkBuilder,
     CompletionLogprobs,
     CompletionMeta,
     Usage,
@@ -108,12 +109,12 @@ def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt
     return [_checked(f"prompt[{i}]", entry) for i, entry in enumerate(prompt)]
 
 
-def _checked(where: str, entry: Any) -> Prompt:
+def _checked(param: str, entry: Any) -> Prompt:
     if isinstance(entry, list) and entry and _is_ids(entry):
         return entry
     if isinstance(entry, str):
-        return text_of(where, entry)
-    raise RejectedError(f"{where} must be a string or a non-empty list of token ids", param=where)
+        return text_of(param, entry)
+    raise RejectedError(f"{param} must be a string or a non-empty list of token ids", param=param)
 
 
 def _is_ids(values: list[Any]) -> bool:
@@ -156,6 +157,7 @@ class TextCompletionBuilder:
     def __init__(self, meta: CompletionMeta, options: ResponseOptions, echoes: Sequence[Echo] = ()) -> None:
         self.meta = meta
         self.usage = Usage()
+        self._chunk_builder = ChunkBuilder(meta, "text_completion", self.usage, options.usage)
         self._options = options
         self._echoes = echoes
         self._choices: dict[int, _Choice] = {}
@@ -185,7 +187,7 @@ class TextCompletionBuilder:
                     yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
         for output in delta.outputs:
             for choice in self._choice_chunks(index, delta.prompt_token_ids, output):
-                yield self._chunk(choice)
+                yield self._chunk_builder.chunk(choice)
 
     def _choice_chunks(self, prompt: int, prompt_ids: list[int], output: CompletionOutput) -> Iterator[Json]:
         options, index = self._options, prompt * self._options.n + output.index
@@ -231,19 +233,9 @@ class TextCompletionBuilder:
         if all(index in self._choices for index in range(first, first + self._options.n)):
             del self._echoed[prompt]
 
-    def _chunk(self, choice: Json) -> Json:
-        chunk = {**self.meta.fields("text_completion"), "choices": [choice]}
-        if self._options.usage.in_every_chunk:
-            chunk["usage"] = self.usage.body()
-        elif self._options.usage.at_end:
-            chunk["usage"] = None
-        return chunk
-
     def closing(self) -> list[Json]:
         """Return the usage chunk, which has no choices, if requested."""
-        if not self._options.usage.at_end:
-            return []
-        return [{**self.meta.fields("text_completion"), "choices": [], "usage": self.usage.body()}]
+        return self._chunk_builder.closing()
 
     def collect(self, chunk: Json) -> int:
         """Add a chunk to the object; return by how many bytes it has grown."""

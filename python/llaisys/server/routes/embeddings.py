@@ -13,7 +13,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llaisys.async_llm import AsyncLLM
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
@@ -63,23 +62,22 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     meta = CompletionMeta.new("embd", builder.model, body.request_id)
     semaphore = asyncio.Semaphore(min(CONCURRENT_INPUTS_MAX, engine.config.max_num_seqs))
     streams = [
-        _embed(engine, semaphore, (each, params, engine_id(client_id, f"{meta.id}-{index}")), engine_kwargs)
+        _embed(
+            semaphore,
+            engine.generate(each, params, engine_id(client_id, f"{meta.id}-{index}"), **engine_kwargs),
+        )
         for index, each in enumerate(inputs)
     ]
     return CompletionResponse(request, streams, builder, headers)
 
 
 async def _embed(
-    engine: AsyncLLM,
-    semaphore: asyncio.Semaphore,
-    arguments: tuple[Prompt, SamplingParams, str],
-    engine_kwargs: dict[str, Any],
+    semaphore: asyncio.Semaphore, stream: AsyncIterator[RequestOutput]
 ) -> AsyncIterator[RequestOutput]:
-    """Yield the single delta of an input, after acquiring the semaphore."""
+    """Yield the single delta of an input, after acquiring the semaphore; `stream` has not begun."""
     async with semaphore:
-        stream = cast("Any", engine.generate(*arguments, **engine_kwargs))
         try:
-            async with aclosing(stream) as deltas:
+            async with aclosing(cast("Any", stream)) as deltas:
                 async for delta in deltas:
                     yield delta
         except RejectedError as e:

@@ -89,7 +89,7 @@ class ChatStore:
         try:
             self._writer = _Thread(path, _open)
             try:
-                self.name: str = self._writer.now(_name)
+                self.name: str = self._writer.run_blocking(_name)
                 self._reader = _Thread(path, _open_reader)
             except BaseException:
                 self._writer.close()
@@ -131,7 +131,7 @@ class _Thread:
     def __init__(self, path: Path, connect: Callable[[Path], sqlite3.Connection]) -> None:
         """Raises the errors of `connect`."""
         self._path = path
-        self._places = threading.BoundedSemaphore(CALLS_MAX)
+        self._slots = threading.BoundedSemaphore(CALLS_MAX)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llaisys-chats")
         try:
             self._db = self._thread.submit(connect, path).result()
@@ -142,13 +142,13 @@ class _Thread:
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work` on the thread. Uncommitted changes are rolled back, also after an error."""
-        if not self._places.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             raise StorageBusyError(f"{CALLS_MAX} calls wait for the chat store")
-        future = self._thread.submit(self._carry_out, work, time.monotonic() + WAIT_S)
-        future.add_done_callback(lambda _: self._places.release())
+        future = self._thread.submit(self._run_before, work, time.monotonic() + WAIT_S)
+        future.add_done_callback(lambda _: self._slots.release())
         return await asyncio.wrap_future(future)
 
-    def now(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def run_blocking(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work` on the thread and wait for it. Raises sqlite3.Error."""
         return self._thread.submit(work, self._db).result()
 
@@ -157,7 +157,8 @@ class _Thread:
         self._thread.submit(self._db.close).result()
         self._thread.shutdown()
 
-    def _carry_out(self, work: Callable[[sqlite3.Connection], T], deadline_s: float) -> T:
+    def _run_before(self, work: Callable[[sqlite3.Connection], T], deadline_s: float) -> T:
+        """Run `work`, and wait for locks until `deadline_s` (`time.monotonic`). Raises StorageError."""
         left_ms = int(1000 * (deadline_s - time.monotonic()))
         if left_ms <= 0:
             raise StorageBusyError(f"the chat store did not start this call within {WAIT_S} s")

@@ -17,6 +17,7 @@ from llaisys.server.http_errors import ApiError, error_responses, to_json
 from llaisys.server.protocol import BodyRoute
 from llaisys.server.request_schemas import REVISION_MAX, ChatWrite
 from llaisys.server.response_schemas import ChatChanges, ChatWritten, StoredChat
+from llaisys.server.state import state_of
 from llaisys.server.webui.chat_store import CHANGES_PER_PAGE, ChatStore, Conflict
 
 ChatId = Annotated[str, Path(pattern=r"^[\w-]{1,64}$")]
@@ -42,7 +43,7 @@ async def list_changes(request: Request, since: Revision = 0) -> dict[str, Any]:
 
     `store` identifies the file; revisions of different files are unrelated. It is null without a store.
     """
-    store: ChatStore | None = request.app.state.chats
+    store = state_of(request).chats
     if store is None:
         return {"object": "list", "store": None, "data": [], "has_more": False}
     changes = await store.changes(client_id_of(request), since)
@@ -89,7 +90,7 @@ def _written(chat_id: str, done: int | Conflict) -> dict[str, Any]:
 
 
 def _store(request: Request) -> ChatStore:
-    store: ChatStore | None = request.app.state.chats
+    store = state_of(request).chats
     if store is None:
         message = "This server has no chat store; set one with `llaisys serve --chat-store FILE`."
         raise ApiError(404, message, code="not_found")

@@ -89,7 +89,7 @@ def _asset(path: Path, cache: str) -> Asset:
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 @router.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
-async def page(request: Request) -> Response:
+async def serve_asset(request: Request) -> Response:
     """Return a file of the web UI; 404 for an unknown name."""
     asset: Asset | None = request.app.state.webui.get(request.scope["path"])
     if asset is None:
