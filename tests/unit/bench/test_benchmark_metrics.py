@@ -92,7 +92,7 @@ def test_without_objectives_there_is_no_goodput() -> None:
     assert of()["request_goodput"] is None
 
 
-def test_peaks() -> None:
+def test_peak_concurrency_and_output_rate_are_computed() -> None:
     result = of()
     assert result["max_concurrent_requests"] == 2
     # Tokens in seconds 0, 1 and 2 after the first request: 5; two thirds of 3, and 1; one third of 3.

@@ -38,7 +38,7 @@ class Peer:
         self.headers: list[Any] = []
         self.n_open = self.n_open_max = 0
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def reply(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
         self.headers.append(request.headers)
         status, parts = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
@@ -59,7 +59,7 @@ class Peer:
 @contextlib.asynccontextmanager
 async def running(peer: Peer) -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post("/v1/{name:.*}", peer.answer)
+    app.router.add_post("/v1/{name:.*}", peer.reply)
     app.router.add_get("/v1/models", peer.models)
     runner = web.AppRunner(app)
     await runner.setup()

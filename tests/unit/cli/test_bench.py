@@ -100,7 +100,7 @@ def test_flags_become_request_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset-name", "chat", "--ignore-eos"), "openai-chat", True, True),
     ],
 )
-def test_dataset_and_endpoint(
+def test_the_dataset_and_flags_select_backend_and_prompt_format(
     arguments: tuple[str, ...], backend: str, as_text: bool, ignores_eos: bool
 ) -> None:
     made = bench._serve_bench(parse("serve", *arguments))

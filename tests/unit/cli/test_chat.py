@@ -95,7 +95,7 @@ def test_a_dead_engine_ends_the_chat(person: Callable[..., None]) -> None:
         talk(Model(EngineDeadError("gone")))
 
 
-def test_help(person: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(person: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     person("/help")
     talk(Model())
     assert "/clear" in capsys.readouterr().out

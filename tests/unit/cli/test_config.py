@@ -45,7 +45,9 @@ def test_each_source_is_shown(settings: Path, capsys: pytest.CaptureFixture[str]
     assert shown["api_key"] == {"value": ["***", "***"], "source": "environment"}
 
 
-def test_text_table(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_every_setting_with_its_source(
+    settings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [line.split() for line in show(capsys, "--config", str(settings)).splitlines()]
     assert [row[0] for row in rows] == list(Config.model_fields)
     assert ["port", "9001", "environment"] in rows

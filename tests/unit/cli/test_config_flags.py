@@ -63,7 +63,7 @@ def test_without_flags_the_defaults_apply() -> None:
         (["--api-key", "a", "--api-key", "b,c"], "api_key", ("a", "b,c")),
     ],
 )
-def test_flag_values(arguments: list[str], field: str, value: object) -> None:
+def test_a_flag_sets_its_field(arguments: list[str], field: str, value: object) -> None:
     assert getattr(config_of(parse(*arguments)), field) == value
 
 
@@ -109,7 +109,7 @@ def test_a_client_has_the_settings_of_an_engine_and_a_key() -> None:
     ("text", "value"),
     [("7", 7), ("-7", -7), ("3k", 3000), ("3K", 3072), ("1m", 10**6), ("1M", 2**20), ("2G", 2**31)],
 )
-def test_integers(text: str, value: int) -> None:
+def test_integers_may_have_a_suffix(text: str, value: int) -> None:
     assert integer(text) == value
 
 
@@ -119,7 +119,7 @@ def test_invalid_integers(text: str) -> None:
         integer(text)
 
 
-def test_flag_aliases() -> None:
+def test_aliases_of_other_servers_are_accepted() -> None:
     parser = argparse.ArgumentParser()
     add_config_flags(parser)
     given = overrides_of(parser.parse_args(["--shutdown-timeout", "7", "--timeout-keep-alive", "8"]))

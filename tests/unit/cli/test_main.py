@@ -114,7 +114,7 @@ def test_models_before_and_after_a_pull(home: Path, capsys: pytest.CaptureFixtur
     assert not path.exists()
 
 
-def test_the_module_runs() -> None:
+def test_python_m_llaisys_prints_the_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "llaisys", "--version"], capture_output=True, text=True, check=True
     )

@@ -313,7 +313,7 @@ def test_pull_of_an_unknown_name_is_rejected(pretend: CatalogEntry) -> None:
 # --- paths ---
 
 
-def test_home_folder_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llaisys_home_precedes_the_cache_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.setenv("LLAISYS_HOME", "~/models")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")

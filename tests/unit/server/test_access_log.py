@@ -40,8 +40,8 @@ async def test_the_request_id_is_returned(client: httpx.AsyncClient) -> None:
         ] == "mine-1"
     first, second = [(await client.get("/livez")).headers["x-request-id"] for _ in range(2)]
     assert first != second
-    refused = await client.get("/v1/models", headers={"host": "evil.example"})
-    assert refused.headers["x-request-id"]
+    rejected = await client.get("/v1/models", headers={"host": "evil.example"})
+    assert rejected.headers["x-request-id"]
 
 
 def line_of(record: logging.LogRecord) -> dict[str, Any]:

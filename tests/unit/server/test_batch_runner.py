@@ -39,7 +39,7 @@ def line(custom_id: str, url: str, body: Any, **more: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body, **more}) + "\n"
 
 
-async def answers(lines: list[str], config: Config | None = None) -> tuple[BatchReport, list[dict[str, Any]]]:
+async def replies(lines: list[str], config: Config | None = None) -> tuple[BatchReport, list[dict[str, Any]]]:
     out = io.StringIO()
     report = await run_batch(config or Config(), lines, out)
     return report, [json.loads(each) for each in out.getvalue().splitlines()]
@@ -53,7 +53,7 @@ async def test_the_three_endpoints_give_the_results_of_http() -> None:
         line("b", "/v1/completions", {"prompt": "Hi"}),
         line("c", "/v1/embeddings", {"input": ["Hi", "i"], "model": "alias/of-tiny"}),
     ]
-    report, results = await answers(lines)
+    report, results = await replies(lines)
     assert report == BatchReport(3, 0)
     assert [result["custom_id"] for result in results] == ["a", "b", "c"]
     assert len({result["id"] for result in results}) == 3
@@ -85,7 +85,7 @@ async def test_an_invalid_line_gets_an_error_and_the_others_continue(
     bad: str, custom_id: str | None, code: str
 ) -> None:
     good = line("good", "/v1/completions", {"prompt": "Hi"})
-    report, results = await answers([good, bad, good])
+    report, results = await replies([good, bad, good])
     assert report == BatchReport(3, 1)
     assert (results[1]["custom_id"], results[1]["response"]) == (custom_id, None)
     assert results[1]["error"]["code"] == code
@@ -94,7 +94,7 @@ async def test_an_invalid_line_gets_an_error_and_the_others_continue(
 
 @pytest.mark.usefixtures("configs")
 async def test_a_rejected_request_has_the_error_of_the_server() -> None:
-    report, results = await answers(
+    report, results = await replies(
         [
             line("a", "/v1/completions", {"prompt": "Hi", "temperature": 9}),
             line("b", "/v1/completions", {"prompt": "Hi", "model": "other"}),
@@ -111,7 +111,7 @@ async def test_order_is_kept_and_concurrency_is_bounded(engine: FakeService, con
     gate = asyncio.Event()
     engine.script = [Piece(["x"], "stop", gate=gate)]
     lines = [line(f"{i}", "/v1/completions", {"prompt": f"{i}"}) for i in range(9)]
-    running = asyncio.ensure_future(answers(lines, Config(max_num_seqs=4)))
+    running = asyncio.ensure_future(replies(lines, Config(max_num_seqs=4)))
     for _ in range(200):  # iterations of the event loop; a line needs about twenty
         await asyncio.sleep(0)
     assert len(engine.calls) == 4
@@ -120,7 +120,7 @@ async def test_order_is_kept_and_concurrency_is_bounded(engine: FakeService, con
     assert [result["custom_id"] for result in results] == [f"{i}" for i in range(9)]
     (config,) = configs
     assert (config.max_num_queued_reqs, config.request_timeout_s) == (4 * 128, math.inf)
-    await answers([], Config(request_timeout_s=5))
+    await replies([], Config(request_timeout_s=5))
     assert configs[-1].request_timeout_s == 5
 
 
@@ -129,7 +129,7 @@ async def test_a_large_response_is_written_in_pieces(engine: FakeService) -> Non
     """A piece may end inside a character. The response bytes of all lines together are not bounded."""
     engine.script = [Piece(["x漢😀"] * 10_000)] * 3 + [Piece(["x"], "stop")]
     lines = [line(f"{i}", "/v1/completions", {"prompt": "Hi"}) for i in range(3)]
-    report, results = await answers(lines, Config(max_response_bytes_in_flight=1))
+    report, results = await replies(lines, Config(max_response_bytes_in_flight=1))
     assert report == BatchReport(3, 0)
     for result in results:
         assert result["response"]["body"]["choices"][0]["text"] == "x漢😀" * 30_000 + "x"
@@ -147,7 +147,7 @@ async def test_a_dead_engine_fails_the_batch_after_the_last_line(engine: FakeSer
 @pytest.mark.usefixtures("configs")
 async def test_canceling_a_batch_cancels_its_running_requests(engine: FakeService) -> None:
     engine.script = [Piece(["x"], "stop", gate=asyncio.Event())]
-    running = asyncio.ensure_future(answers([line("a", "/v1/completions", {"prompt": "Hi"})]))
+    running = asyncio.ensure_future(replies([line("a", "/v1/completions", {"prompt": "Hi"})]))
     for _ in range(200):  # as above
         await asyncio.sleep(0)
     running.cancel()

@@ -48,8 +48,8 @@ def ask(gate: BodyLimitMiddleware, n_bytes: int, *, declared: bool) -> asyncio.T
     async def post() -> int:
         content: Any = b"x" * n_bytes if declared else parts()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as client:
-            answer = await client.post("/", content=content)
-            return answer.status_code
+            response = await client.post("/", content=content)
+            return response.status_code
 
     return asyncio.ensure_future(post())
 
@@ -154,16 +154,16 @@ async def unread() -> AsyncIterator[bytes]:
 async def test_with_a_full_queue_no_body_is_read(
     engine: FakeService, make_client: Callable[..., httpx.AsyncClient]
 ) -> None:
-    """Routes that queue requests answer 429 before the body; other routes and free queues work."""
+    """Routes that queue requests respond 429 before the body; other routes and free queues work."""
     other = FakeService(model_names=("other",))
     state = ServerState(Config(max_body_bytes=100), models=ModelRegistry([engine, other]))  # type: ignore[list-item]  # as conftest's
     client = make_client(state)
     engine.full, other.full = QueueFullError("x", retry_after_s=1000), QueueFullError("x", retry_after_s=20)
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
-        refused = await client.post(path, content=unread())
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (429, "server_overloaded")
-        assert 16 <= int(refused.headers["retry-after"]) <= 24, "the soonest time, within 20 % jitter"
+        rejected = await client.post(path, content=unread())
+        error = rejected.json()["error"]
+        assert (rejected.status_code, error["code"]) == (429, "server_overloaded")
+        assert 16 <= int(rejected.headers["retry-after"]) <= 24, "the soonest time, within 20 % jitter"
     too_large = await client.post("/v1/completions", content=b"x" * 101)
     assert too_large.status_code == 413
     assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
@@ -189,8 +189,8 @@ async def test_small_and_large_bodies_get_equal_responses(
 ) -> None:
     pad = "x" * n_bytes
     headers = {"content-type": "application/json"}
-    answer = await large.post("/v1/completions", json={"prompt": pad + "Hi"})
-    assert answer.status_code == 200
+    response = await large.post("/v1/completions", json={"prompt": pad + "Hi"})
+    assert response.status_code == 200
     assert engine.calls[-1].prompt == pad + "Hi"
     for raw, code, words in (
         (f'{{"prompt": "{pad}", x'.encode(), "invalid_json", f"at byte {n_bytes + 15}"),
@@ -200,7 +200,7 @@ async def test_small_and_large_bodies_get_equal_responses(
         (f'"{pad}"'.encode(), "invalid_body", "JSON object"),
         (f'{{"prompt": "{pad}", "n": "x"}}'.encode(), "invalid_type", "n: "),
     ):
-        refused = await large.post("/v1/completions", content=raw, headers=headers)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, code), error
+        rejected = await large.post("/v1/completions", content=raw, headers=headers)
+        error = rejected.json()["error"]
+        assert (rejected.status_code, error["code"]) == (400, code), error
         assert words in error["message"]

@@ -26,10 +26,12 @@ async def stream_of(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Re
     return await client.post(URL, json={**body, "stream": True})
 
 
-async def test_response_without_streaming(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    answer = await client.post(URL, json=chat_body)
-    assert answer.status_code == 200
-    body = answer.json()
+async def test_an_unstreamed_chat_has_the_openai_fields(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    response = await client.post(URL, json=chat_body)
+    assert response.status_code == 200
+    body = response.json()
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
     assert body["model"] == "tiny"
@@ -50,13 +52,15 @@ async def test_response_without_streaming(client: httpx.AsyncClient, chat_body: 
     }
 
 
-async def test_stream_bytes(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    answer = await stream_of(client, chat_body)
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert answer.headers["cache-control"] == "no-store"
-    assert answer.headers["x-accel-buffering"] == "no"
-    found = chunks(answer.content)
+async def test_a_streamed_chat_has_the_openai_frames(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    response = await stream_of(client, chat_body)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-store"
+    assert response.headers["x-accel-buffering"] == "no"
+    found = chunks(response.content)
     head = {name: found[0][name] for name in HEAD}
     assert all({name: chunk[name] for name in HEAD} == head for chunk in found)
     raw_head = json.dumps(head, separators=(",", ":"))[1:-1]
@@ -74,12 +78,12 @@ async def test_stream_bytes(client: httpx.AsyncClient, chat_body: dict[str, Any]
         frame("{}", '"stop"'),
         "data: [DONE]\n\n",
     ]
-    assert answer.content.decode() == "".join(expected)
+    assert response.content.decode() == "".join(expected)
 
 
 async def test_usage_chunk_has_no_choices(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    answer = await stream_of(client, {**chat_body, "stream_options": {"include_usage": True}})
-    *others, last = chunks(answer.content)
+    response = await stream_of(client, {**chat_body, "stream_options": {"include_usage": True}})
+    *others, last = chunks(response.content)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 6
     assert all(chunk["usage"] is None for chunk in others)
@@ -87,17 +91,19 @@ async def test_usage_chunk_has_no_choices(client: httpx.AsyncClient, chat_body: 
 
 async def test_usage_in_every_chunk(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = await stream_of(client, {**chat_body, "stream_options": options})
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks(answer.content)] == [0, 2, 3, 3, 3]
-    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks(answer.content)} == {3}
+    response = await stream_of(client, {**chat_body, "stream_options": options})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks(response.content)] == [0, 2, 3, 3, 3]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks(response.content)} == {3}
 
 
 async def test_stream_options_need_a_stream(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    answer = await client.post(URL, json={**chat_body, "stream_options": {"include_usage": True}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+    response = await client.post(URL, json={**chat_body, "stream_options": {"include_usage": True}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
 
 
-async def test_logprobs(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+async def test_chat_logprobs_have_the_openai_shape(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
     body = {**chat_body, "logprobs": True, "top_logprobs": 3}
     content = (await client.post(URL, json=body)).json()["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["Hel", "lo", "!"]
@@ -121,8 +127,8 @@ async def test_logprobs(client: httpx.AsyncClient, chat_body: dict[str, Any]) ->
 async def test_logprobs_of_only_the_sampled_token(
     client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
-    answer = await client.post(URL, json={**chat_body, "logprobs": True})
-    assert [entry["top_logprobs"] for entry in answer.json()["choices"][0]["logprobs"]["content"]] == [
+    response = await client.post(URL, json={**chat_body, "logprobs": True})
+    assert [entry["top_logprobs"] for entry in response.json()["choices"][0]["logprobs"]["content"]] == [
         [],
         [],
         [],
@@ -133,8 +139,8 @@ async def test_a_partial_character_has_no_bytes(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     engine.script = [Piece(["\ufffd"], "length")]
-    answer = await client.post(URL, json={**chat_body, "logprobs": True})
-    assert answer.json()["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+    response = await client.post(URL, json={**chat_body, "logprobs": True})
+    assert response.json()["choices"][0]["logprobs"]["content"][0]["bytes"] is None
 
 
 async def test_stream_equals_the_whole_response(
@@ -173,14 +179,14 @@ async def test_an_error_before_the_first_token_is_a_json_response(
     headers: dict[str, str],
 ) -> None:
     engine.script = [error]
-    for answer in (await client.post(URL, json=chat_body), await stream_of(client, chat_body)):
-        assert answer.status_code == status
-        assert answer.headers["content-type"] == "application/json"
-        body = answer.json()["error"]
+    for response in (await client.post(URL, json=chat_body), await stream_of(client, chat_body)):
+        assert response.status_code == status
+        assert response.headers["content-type"] == "application/json"
+        body = response.json()["error"]
         assert set(body) == {"message", "type", "param", "code"}
         assert body["code"] == code
-        assert {name: answer.headers[name] for name in headers} == headers
-        assert "a bug" not in answer.text
+        assert {name: response.headers[name] for name in headers} == headers
+        assert "a bug" not in response.text
 
 
 async def test_an_error_in_a_stream_is_a_frame_followed_by_done(
@@ -267,8 +273,8 @@ async def test_the_end_of_the_prompt(
 async def test_reserved_template_arguments_are_rejected(
     client: httpx.AsyncClient, chat_body: dict[str, Any], fields: dict[str, Any], param: str
 ) -> None:
-    answer = await client.post(URL, json={**chat_body, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    response = await client.post(URL, json={**chat_body, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_chat_runs_to_the_end_of_the_context(

@@ -68,13 +68,13 @@ async def test_a_full_disk_is_a_507_without_side_effects(
     assert (await put(chats)).status_code == 200
     n_pages = store._writer.run_blocking(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
     store._writer.run_blocking(lambda db: db.execute(f"PRAGMA max_page_count = {n_pages}").fetchall())
-    for refused in (
+    for rejected in (
         await put(chats, 1, "x" * 100_000),
         await chats.put("/v1/chats/two", json={"base": 0, "chat": {"text": "x" * 100_000}}),
     ):
-        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
-        assert refused.headers["x-should-retry"] == "false"
-        assert str(path) not in refused.text, "an error shows no server path"
+        assert (rejected.status_code, rejected.json()["error"]["code"]) == (507, "storage_full")
+        assert rejected.headers["x-should-retry"] == "false"
+        assert str(path) not in rejected.text, "an error shows no server path"
     assert caplog.messages.count(f"the chat store {path}: database or disk is full") == 2
     assert await store.changes("", 0) == [Change("one", 1, False)]
     assert (await chats.get("/v1/chats/one")).json()["chat"] == {"text": "x"}
@@ -88,9 +88,9 @@ async def test_a_missing_file_is_an_error_not_an_empty_store(
 ) -> None:
     assert (await put(chats)).status_code == 200
     _make_unavailable(path, is_replaced)
-    for refused in (await put(chats, 1), await chats.get("/v1/chats/one"), await chats.get("/v1/chats")):
-        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "storage_error")
-        assert str(path) not in refused.text
+    for rejected in (await put(chats, 1), await chats.get("/v1/chats/one"), await chats.get("/v1/chats")):
+        assert (rejected.status_code, rejected.json()["error"]["code"]) == (500, "storage_error")
+        assert str(path) not in rejected.text
     assert sum(str(path) in message for message in caplog.messages) == 3
 
 
@@ -100,9 +100,9 @@ async def test_a_lock_of_another_process_is_a_503_for_writers_only(
     await put(chats)
     monkeypatch.setattr(chat_store, "WAIT_S", 0.05)
     with locked(path):
-        for refused in await asyncio.gather(*(put(chats, 1) for _ in range(5))):
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "storage_busy")
-            assert int(refused.headers["retry-after"]) >= 1
+        for rejected in await asyncio.gather(*(put(chats, 1) for _ in range(5))):
+            assert (rejected.status_code, rejected.json()["error"]["code"]) == (503, "storage_busy")
+            assert int(rejected.headers["retry-after"]) >= 1
         monkeypatch.setattr(chat_store, "WAIT_S", 600.0)
         waiting = asyncio.ensure_future(put(chats, 1))
         assert (await chats.get("/v1/chats/one")).status_code == 200

@@ -67,14 +67,14 @@ async def test_a_write_on_an_old_revision_is_a_conflict(chats: httpx.AsyncClient
     for title in ("first", "second"):
         base = 0 if title == "first" else 1
         await chats.put("/v1/chats/one", json={"base": base, "chat": {"title": title}})
-    for answer in (
+    for response in (
         await chats.put("/v1/chats/one", json={"base": 1, "chat": {"title": "late"}}),
         await chats.put("/v1/chats/one", json={"base": 0, "chat": {"title": "late"}}),
         await chats.delete("/v1/chats/one", params={"base": 1}),
     ):
-        assert answer.status_code == 409
-        assert answer.json()["error"]["code"] == "conflict"
-        assert "revision 2" in answer.json()["error"]["message"]
+        assert response.status_code == 409
+        assert response.json()["error"]["code"] == "conflict"
+        assert "revision 2" in response.json()["error"]["message"]
     assert (await chats.get("/v1/chats/one")).json()["chat"] == {"title": "second"}
 
 
@@ -106,21 +106,21 @@ async def test_a_deleted_chat_leaves_a_tombstone(chats: httpx.AsyncClient) -> No
 async def test_invalid_chats_are_a_400(
     chats: httpx.AsyncClient, method: str, path: str, sent: dict[str, Any]
 ) -> None:
-    answer = await chats.request(method, path, **sent)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
+    response = await chats.request(method, path, **sent)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
 
 
 async def test_without_a_chat_store_the_routes_are_not_found(client: httpx.AsyncClient) -> None:
     listed = await client.get("/v1/chats")
     assert listed.json() == {"object": "list", "store": None, "data": [], "has_more": False}
-    for answer in (
+    for response in (
         await client.get("/v1/chats/one"),
         await client.put("/v1/chats/one", json={"base": 0, "chat": {}}),
         await client.delete("/v1/chats/one", params={"base": 0}),
     ):
-        assert answer.status_code == 404
-        assert "--chat-store" in answer.json()["error"]["message"]
+        assert response.status_code == 404
+        assert "--chat-store" in response.json()["error"]["message"]
 
 
 async def test_each_key_has_its_own_chats(
@@ -131,8 +131,8 @@ async def test_each_key_has_its_own_chats(
     async with make_client(locked) as client:
         mine, theirs = ({"authorization": f"Bearer {key}"} for key in "ab")
         assert (await client.get("/v1/chats")).status_code == 401
-        refused = await client.put("/v1/chats/one", json={"base": 0, "chat": {}})
-        assert refused.status_code == 401
+        rejected = await client.put("/v1/chats/one", json={"base": 0, "chat": {}})
+        assert rejected.status_code == 401
         await client.put("/v1/chats/one", json={"base": 0, "chat": {"of": "a"}}, headers=mine)
         assert (await client.get("/v1/chats/one", headers=theirs)).status_code == 404
         assert (await client.get("/v1/chats", headers=theirs)).json()["data"] == []
@@ -210,5 +210,5 @@ async def test_a_failed_migration_leaves_the_file_unchanged(
 
 @pytest.mark.parametrize("since", ["+0.0", " 1", "1.0", "x", "-1", ""])
 async def test_a_revision_must_be_digits(client: httpx.AsyncClient, since: str) -> None:
-    answer = await client.get("/v1/chats", params={"since": since})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "since")
+    response = await client.get("/v1/chats", params={"since": since})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "since")

@@ -28,11 +28,11 @@ URL = "/v1/completions"
 async def test_all_forms_of_the_prompt(
     engine: FakeService, client: httpx.AsyncClient, prompt: Any, submitted: list[Any]
 ) -> None:
-    answer = await client.post(URL, json={"prompt": prompt})
-    assert answer.status_code == 200
+    response = await client.post(URL, json={"prompt": prompt})
+    assert response.status_code == 200
     assert [call.prompt for call in engine.calls] == submitted
     assert len({call.request_id for call in engine.calls}) == len(submitted)
-    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(len(submitted)))
+    assert [choice["index"] for choice in response.json()["choices"]] == list(range(len(submitted)))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ async def test_all_forms_of_the_prompt(
 async def test_invalid_prompts_are_rejected_by_position(
     engine: FakeService, client: httpx.AsyncClient, prompt: Any, param: str
 ) -> None:
-    answer = await client.post(URL, json={"prompt": prompt})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    response = await client.post(URL, json={"prompt": prompt})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert not engine.calls
 
 
@@ -63,19 +63,19 @@ async def test_a_lone_surrogate_is_rejected(client: httpx.AsyncClient) -> None:
         rb'{"prompt": ["\ud800"]}',
         rb'{"prompt": "a", "stop": ["\ud800"]}',
     ):
-        answer = await client.post(URL, content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400
-        assert "surrogate" in answer.json()["error"]["message"]
+        response = await client.post(URL, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert "surrogate" in response.json()["error"]["message"]
 
 
 async def test_a_model_name_with_a_lone_surrogate_is_unknown(client: httpx.AsyncClient) -> None:
-    answer = await client.post(
+    response = await client.post(
         URL, content=rb'{"prompt": "a", "model": "\ud800"}', headers={"content-type": "application/json"}
     )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_response_without_streaming(client: httpx.AsyncClient) -> None:
+async def test_an_unstreamed_completion_has_the_openai_fields(client: httpx.AsyncClient) -> None:
     body = (await client.post(URL, json={"prompt": [5, 6]})).json()
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
@@ -107,7 +107,9 @@ async def test_stream_of_two_prompts(client: httpx.AsyncClient) -> None:
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 6)
 
 
-async def test_logprobs(engine: FakeService, client: httpx.AsyncClient) -> None:
+async def test_completion_logprobs_count_offsets_over_all_chunks(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
     engine.script = [Piece(["Hel", "lo"]), Piece(["!"], "stop")]
     body = {"prompt": "Hi", "logprobs": 1}
     logprobs = (await client.post(URL, json=body)).json()["choices"][0]["logprobs"]
@@ -133,8 +135,8 @@ async def test_one_rejected_prompt_ends_all(engine: FakeService, client: httpx.A
 
 
 @pytest.mark.parametrize("field", ["suffix", "best_of", "prompt_embeds"])
-async def test_legacy_fields(client: httpx.AsyncClient, field: str) -> None:
+async def test_unsupported_legacy_fields_are_rejected_by_name(client: httpx.AsyncClient, field: str) -> None:
     value = {"suffix": "end", "best_of": 2, "prompt_embeds": "AA=="}[field]
-    answer = await client.post(URL, json={"prompt": "Hi", field: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-    assert field in answer.json()["error"]["message"]
+    response = await client.post(URL, json={"prompt": "Hi", field: value})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    assert field in response.json()["error"]["message"]

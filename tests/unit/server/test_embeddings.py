@@ -27,9 +27,9 @@ JSON = {"content-type": "application/json"}
 
 
 async def vectors(client: httpx.AsyncClient, given: Any, **more: Any) -> list[Any]:
-    answer = await client.post(URL, json={"input": given, **more})
-    assert answer.status_code == 200, answer.text
-    body = answer.json()
+    response = await client.post(URL, json={"input": given, **more})
+    assert response.status_code == 200, response.text
+    body = response.json()
     assert [(e["object"], e["index"]) for e in body["data"]] == [
         ("embedding", i) for i in range(len(body["data"]))
     ]
@@ -44,9 +44,9 @@ async def test_the_four_forms_of_input(client: httpx.AsyncClient, given: Any, wa
     assert await vectors(client, given) == want
 
 
-async def test_the_whole_response(client: httpx.AsyncClient) -> None:
-    answer = await client.post(URL, json={"input": ["Hi", "i"], "model": "alias/of-tiny"})
-    assert answer.json() == {
+async def test_the_response_has_the_openai_fields(client: httpx.AsyncClient) -> None:
+    response = await client.post(URL, json={"input": ["Hi", "i"], "model": "alias/of-tiny"})
+    assert response.json() == {
         "object": "list",
         "data": [
             {"object": "embedding", "index": 0, "embedding": HI},
@@ -96,10 +96,12 @@ def test_every_known_field_is_in_one_table() -> None:
 
 
 @pytest.mark.parametrize("field", SERVED)
-async def test_a_supported_field(engine: FakeService, client: httpx.AsyncClient, field: str) -> None:
+async def test_a_supported_field_takes_effect(
+    engine: FakeService, client: httpx.AsyncClient, field: str
+) -> None:
     value, shows, want = SERVED[field]
-    answer = await client.post(URL, json={"input": "Hi", field: value})
-    assert answer.status_code == 200, answer.text
+    response = await client.post(URL, json={"input": "Hi", field: value})
+    assert response.status_code == 200, response.text
     assert shows(engine.calls[0]) == want
     assert engine.calls[0].options["pooling"] == "last"
     assert (await client.post(URL, json={"input": "Hi", field: None})).status_code == (
@@ -111,8 +113,8 @@ async def test_a_supported_field(engine: FakeService, client: httpx.AsyncClient,
 async def test_an_unsupported_field_is_rejected(client: httpx.AsyncClient, field: str) -> None:
     for neutral in (None, *EMBEDDING_NEUTRAL[field]):
         assert (await client.post(URL, json={"input": "Hi", field: neutral})).status_code == 200
-    answer = await client.post(URL, json={"input": "Hi", field: {"asks": "for something"}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    response = await client.post(URL, json={"input": "Hi", field: {"asks": "for something"}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +137,9 @@ async def test_an_unsupported_field_is_rejected(client: httpx.AsyncClient, field
 async def test_an_invalid_value_is_rejected_by_name(
     engine: FakeService, client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
-    answer = await client.post(URL, content=json.dumps(body), headers=JSON)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert param in answer.json()["error"]["message"]
+    response = await client.post(URL, content=json.dumps(body), headers=JSON)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert param in response.json()["error"]["message"]
     assert not engine.calls
 
 
@@ -155,12 +157,12 @@ async def test_a_model_with_another_pooling_type_is_rejected(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
     engine.embedding_error = UnsupportedError("tiny makes embeddings with cls")
-    answer = await client.post(URL, json={"input": "Hi"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_value")
+    response = await client.post(URL, json={"input": "Hi"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_value")
     assert not engine.calls
 
 
 async def test_unknown_fields_and_models(client: httpx.AsyncClient) -> None:
-    answer = await client.post(URL, json={"input": "Hi", "color": 1})
-    assert answer.headers["x-llaisys-ignored-fields"] == "color"
+    response = await client.post(URL, json={"input": "Hi", "color": 1})
+    assert response.headers["x-llaisys-ignored-fields"] == "color"
     assert (await client.post(URL, json={"input": "Hi", "model": "other"})).status_code == 404

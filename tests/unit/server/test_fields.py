@@ -85,8 +85,8 @@ def grammar(name: str, value: Any, spec: Spec) -> Case:
     return Case({name: value}, lambda call, _: call.params.structured_outputs, spec)
 
 
-def choice(answer: httpx.Response) -> dict[str, Any]:
-    made: dict[str, Any] = answer.json()["choices"][0]
+def choice(response: httpx.Response) -> dict[str, Any]:
+    made: dict[str, Any] = response.json()["choices"][0]
     return made
 
 
@@ -234,14 +234,14 @@ def test_every_supported_field_has_a_case(url: str) -> None:
 
 
 @pytest.mark.parametrize(("url", "field"), [(url, field) for url in SERVED for field in SERVED[url]])
-async def test_a_supported_field(
+async def test_a_supported_field_takes_effect(
     engine: FakeService, client: httpx.AsyncClient, url: str, field: str
 ) -> None:
     case = SERVED[url][field]
-    answer = await client.post(url, json={**BASES[url], **case.body})
-    assert answer.status_code == 200, answer.text
-    assert "x-llaisys-ignored-fields" not in answer.headers
-    assert case.shows(engine.calls[0], answer) == case.want
+    response = await client.post(url, json={**BASES[url], **case.body})
+    assert response.status_code == 200, response.text
+    assert "x-llaisys-ignored-fields" not in response.headers
+    assert case.shows(engine.calls[0], response) == case.want
     null = await client.post(url, json={**BASES[url], field: None})
     assert null.status_code == (400 if field in BASES[url] else 200)
 
@@ -253,9 +253,9 @@ async def test_an_unsupported_field_is_rejected(
     for neutral in (None, *NEUTRALS[url][field]):
         assert (await client.post(url, json={**BASES[url], field: neutral})).status_code == 200
     engine.calls.clear()
-    answer = await client.post(url, json={**BASES[url], field: {"asks": "for something"}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-    assert field in answer.json()["error"]["message"]
+    response = await client.post(url, json={**BASES[url], field: {"asks": "for something"}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    assert field in response.json()["error"]["message"]
     assert not engine.calls
 
 
@@ -283,9 +283,9 @@ async def test_an_unsupported_field_is_rejected(
 async def test_a_value_out_of_bounds_is_rejected(
     engine: FakeService, client: httpx.AsyncClient, url: str, body: dict[str, Any], param: str
 ) -> None:
-    answer = await client.post(url, json={**BASES[url], **body})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert param in answer.json()["error"]["message"]
+    response = await client.post(url, json={**BASES[url], **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert param in response.json()["error"]["message"]
     assert not engine.calls
 
 
@@ -387,5 +387,5 @@ async def test_an_echoed_prompt_has_logprobs(engine: FakeService, client: httpx.
 async def test_the_echoed_prompt_is_the_truncated_one(
     client: httpx.AsyncClient, body: dict[str, Any], text: str
 ) -> None:
-    answer = await client.post(COMPLETIONS, json={**body, "echo": True})
-    assert choice(answer)["text"] == f"{text}Hello!"
+    response = await client.post(COMPLETIONS, json={**body, "echo": True})
+    assert choice(response)["text"] == f"{text}Hello!"

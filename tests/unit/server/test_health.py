@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from fakes.service import FakeService
-from llaisys.config import Config
+from llaisys.config import Config, package_version
 from llaisys.server.state import ServerState
 
 OK = (200, None)
@@ -18,13 +18,13 @@ async def probes(client: httpx.AsyncClient) -> dict[str, tuple[int, str | None]]
     """Return status and error code of each probe, after checking that HEAD has the same status."""
     found = {}
     for name in ("livez", "health", "ready"):
-        answer = await client.get(f"/{name}")
-        assert (await client.head(f"/{name}")).status_code == answer.status_code
-        body = answer.json()
-        is_ok = answer.status_code == 200
+        response = await client.get(f"/{name}")
+        assert (await client.head(f"/{name}")).status_code == response.status_code
+        body = response.json()
+        is_ok = response.status_code == 200
         assert body["status"] == ("ok" if is_ok else "unavailable")
-        assert ("retry-after" in answer.headers) == (not is_ok)
-        found[name] = (answer.status_code, body.get("error", {}).get("code"))
+        assert ("retry-after" in response.headers) == (not is_ok)
+        found[name] = (response.status_code, body.get("error", {}).get("code"))
     return found
 
 
@@ -65,22 +65,22 @@ async def test_requests_get_the_reason_of_a_503(
     state.draining = life == "draining"
     engine.dead = life == "dead"
     state.models = None if life == "loading" else state.models
-    for answer in (
+    for response in (
         await client.post("/v1/chat/completions", json=chat_body),
         await client.post("/v1/completions", json={"prompt": "Hi"}),
         await client.get("/v1/models"),
     ):
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
-        assert int(answer.headers["retry-after"]) >= 1
-        assert answer.headers.get("connection") == ("close" if life == "draining" else None)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, code)
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.headers.get("connection") == ("close" if life == "draining" else None)
 
 
 async def test_metrics_before_the_model_is_loaded(make_client: Any) -> None:
     async with make_client(ServerState(Config())) as client:
-        answer = await client.get("/metrics")
-        assert answer.status_code == 200
-        assert "vllm:" not in answer.text
+        response = await client.get("/metrics")
+        assert response.status_code == 200
+        assert "vllm:" not in response.text
 
 
-async def test_version(client: httpx.AsyncClient) -> None:
-    assert set((await client.get("/version")).json()) == {"version"}
+async def test_the_version_is_that_of_the_package(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json() == {"version": package_version()}

@@ -65,11 +65,11 @@ def is_open(method: str, path: str) -> bool:
     return path in OPEN and method in ("GET", "HEAD")
 
 
-def rejection(answer: httpx.Response, status: int, code: str) -> None:
-    assert answer.status_code == status, answer.request.url
-    assert answer.request.method == "HEAD" or answer.json()["error"]["code"] == code
-    assert "secret" not in answer.text
-    assert "access-control-allow-origin" not in answer.headers
+def rejection(response: httpx.Response, status: int, code: str) -> None:
+    assert response.status_code == status, response.request.url
+    assert response.request.method == "HEAD" or response.json()["error"]["code"] == code
+    assert "secret" not in response.text
+    assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.fixture
@@ -86,12 +86,12 @@ async def test_every_path_except_probes_and_the_web_ui_needs_a_key(
 ) -> None:
     for method, path in requests:
         for headers in ({}, {"authorization": "Bearer wrong"}):
-            answer = await locked.request(method, path, headers=headers)
+            response = await locked.request(method, path, headers=headers)
             if is_open(method, path):
-                assert answer.status_code == 200
+                assert response.status_code == 200
             else:
-                rejection(answer, 401, "invalid_api_key")
-                assert answer.headers["www-authenticate"] == "Bearer"
+                rejection(response, 401, "invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
         if not is_open(method, path):
             rejection(await locked.request(method, f"{path}?api_key=secret-1"), 401, "invalid_api_key")
         assert (await locked.request(method, path, headers={"authorization": GOOD})).status_code != 401
@@ -101,11 +101,11 @@ async def test_every_path_except_probes_needs_a_host_of_the_server(
     locked: httpx.AsyncClient, requests: list[tuple[str, str]]
 ) -> None:
     for method, path in requests:
-        answer = await locked.request(method, path, headers={"host": "evil.example", "authorization": GOOD})
+        response = await locked.request(method, path, headers={"host": "evil.example", "authorization": GOOD})
         if path in OPEN[:3]:
-            assert answer.status_code in (200, 405)
+            assert response.status_code in (200, 405)
         else:
-            rejection(answer, 400, "invalid_host")
+            rejection(response, 400, "invalid_host")
 
 
 async def test_every_path_rejects_foreign_origins_and_websockets(
@@ -113,8 +113,8 @@ async def test_every_path_rejects_foreign_origins_and_websockets(
 ) -> None:
     for method, path in requests:
         for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
-            answer = await locked.request(method, path, headers={**headers, "authorization": GOOD})
-            rejection(answer, 403, "origin_not_allowed")
+            response = await locked.request(method, path, headers={**headers, "authorization": GOOD})
+            rejection(response, 403, "origin_not_allowed")
         same = {"origin": "http://127.0.0.1:8000", "authorization": GOOD}
         assert (await locked.request(method, path, headers=same)).status_code != 403
         upgrade = await locked.request(method, path, headers={"upgrade": "websocket", "authorization": GOOD})
@@ -142,10 +142,12 @@ async def test_every_path_rejects_foreign_origins_and_websockets(
         (b"Bearer \xff\xfe", False),
     ],
 )
-async def test_authorization_headers(locked: httpx.AsyncClient, value: bytes, ok: bool) -> None:
+async def test_only_one_bearer_header_with_a_valid_key_is_accepted(
+    locked: httpx.AsyncClient, value: bytes, ok: bool
+) -> None:
     stripped = value.rstrip() if ok else value
-    answer = await locked.get("/v1/models", headers=[(b"authorization", stripped)])
-    assert answer.status_code == (200 if ok else 401)
+    response = await locked.get("/v1/models", headers=[(b"authorization", stripped)])
+    assert response.status_code == (200 if ok else 401)
 
 
 @pytest.mark.parametrize("name", ["x-api-key", "cookie"])
@@ -196,11 +198,13 @@ async def test_the_key_determines_the_client_id(locked: httpx.AsyncClient, engin
         ("127.0.0.1:8000, evil.example", False),
     ],
 )
-async def test_host_headers(locked: httpx.AsyncClient, host: str, ok: bool) -> None:
-    answer = await locked.get("/v1/models", headers={"host": host, "authorization": GOOD})
-    assert answer.status_code == (200 if ok else 400)
+async def test_only_names_of_the_server_are_accepted_as_host(
+    locked: httpx.AsyncClient, host: str, ok: bool
+) -> None:
+    response = await locked.get("/v1/models", headers={"host": host, "authorization": GOOD})
+    assert response.status_code == (200 if ok else 400)
     if not ok:
-        assert answer.json()["error"]["code"] == "invalid_host"
+        assert response.json()["error"]["code"] == "invalid_host"
         assert (await locked.get("/", headers={"host": host})).status_code == 400
         assert (await locked.get("/health", headers={"host": host})).status_code == 200
 
@@ -235,10 +239,12 @@ def test_a_server_on_all_interfaces_allows_addresses_and_no_names() -> None:
         ({"sec-fetch-site": "none"}, True),
     ],
 )
-async def test_origin_headers(locked: httpx.AsyncClient, headers: dict[str, str], ok: bool) -> None:
-    answer = await locked.get("/v1/models", headers={**headers, "authorization": GOOD})
-    assert answer.status_code == (200 if ok else 403)
-    assert "access-control-allow-origin" not in answer.headers
+async def test_only_the_servers_own_origin_is_accepted(
+    locked: httpx.AsyncClient, headers: dict[str, str], ok: bool
+) -> None:
+    response = await locked.get("/v1/models", headers={**headers, "authorization": GOOD})
+    assert response.status_code == (200 if ok else 403)
+    assert "access-control-allow-origin" not in response.headers
     if not ok:
         assert (await locked.get("/health", headers=headers)).status_code == 403
 
@@ -251,8 +257,8 @@ async def test_a_link_from_another_site_opens_only_the_web_ui(locked: httpx.Asyn
 
 async def test_two_origins_are_rejected(locked: httpx.AsyncClient) -> None:
     own = ("origin", "http://127.0.0.1:8000")
-    answer = await locked.get("/v1/models", headers=[own, own, ("authorization", GOOD)])
-    assert answer.status_code == 403
+    response = await locked.get("/v1/models", headers=[own, own, ("authorization", GOOD)])
+    assert response.status_code == 403
 
 
 async def test_dns_rebinding_is_rejected(locked: httpx.AsyncClient) -> None:
@@ -274,14 +280,14 @@ async def test_allowed_origins_get_cors_headers(engine: FakeService, make_client
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "http://app.example"
         assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
-        answer = await client.get(
+        response = await client.get(
             "/v1/models",
             headers={"origin": "http://app.example", "sec-fetch-site": "cross-site", "authorization": GOOD},
         )
-        assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == "http://app.example"
-        refused = await client.get("/v1/models", headers={"origin": "http://app.example"})
-        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "http://app.example"
+        rejected = await client.get("/v1/models", headers={"origin": "http://app.example"})
+        assert (rejected.status_code, rejected.headers["access-control-allow-origin"]) == (
             401,
             "http://app.example",
         )
@@ -308,8 +314,10 @@ async def test_a_declared_body_over_the_limit_is_not_read(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
     body = b'{"prompt": "' + b"x" * Config().max_body_bytes + b'"}'
-    answer = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    response = await client.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
     assert not engine.calls
 
 
@@ -319,10 +327,10 @@ async def test_a_body_without_a_length_is_counted(engine: FakeService, client: h
         for _ in range(5):
             yield b"x" * (Config().max_body_bytes // 4)
 
-    answer = await client.post(
+    response = await client.post(
         "/v1/completions", content=parts(), headers={"content-type": "application/json"}
     )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
     assert not engine.calls
 
 

@@ -24,13 +24,13 @@ def test_every_error_class_has_a_row() -> None:
 
 @pytest.mark.parametrize("cls", sorted(TABLE, key=lambda c: c.__name__))
 def test_status_and_code_of_each_row(cls: type[errors.LlaisysError]) -> None:
-    answer = to_api_error(cls("the words"), "req-1")
-    assert 400 <= answer.status_code < 600
-    shown = answer.body()["error"]
+    response = to_api_error(cls("the words"), "req-1")
+    assert 400 <= response.status_code < 600
+    shown = response.body()["error"]
     assert set(shown) == {"message", "type", "param", "code"}
-    assert ("req-1" in shown["message"]) == (answer.status_code == 500)
-    assert ("the words" in shown["message"]) == (answer.status_code < 500)
-    assert ("retry-after" in (answer.headers or {})) == (answer.status_code in (429, 503))
+    assert ("req-1" in shown["message"]) == (response.status_code == 500)
+    assert ("the words" in shown["message"]) == (response.status_code < 500)
+    assert ("retry-after" in (response.headers or {})) == (response.status_code in (429, 503))
 
 
 def test_a_subclass_has_the_status_of_its_base() -> None:
@@ -42,9 +42,9 @@ def test_a_subclass_has_the_status_of_its_base() -> None:
 
 
 def test_an_unknown_exception_shows_no_details() -> None:
-    answer = to_api_error(ValueError("/secret/path"), "req-1")
-    assert answer.status_code == 500
-    assert "/secret/path" not in answer.message
+    response = to_api_error(ValueError("/secret/path"), "req-1")
+    assert response.status_code == 500
+    assert "/secret/path" not in response.message
 
 
 def test_an_api_error_is_unchanged() -> None:
@@ -75,16 +75,16 @@ def test_any_string_can_be_encoded_as_json() -> None:
 async def test_errors_of_the_framework(
     client: httpx.AsyncClient, method: str, path: str, status: int, code: str
 ) -> None:
-    answer = await client.request(method, path)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-    assert ("allow" in answer.headers) == (status == 405)
+    response = await client.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ("allow" in response.headers) == (status == 405)
 
 
 def test_retry_after_is_bounded_and_jittered() -> None:
     def retry_after_values(estimate_s: int) -> set[int]:
         error = errors.QueueFullError("full", retry_after_s=estimate_s)
-        answers = (to_api_error(error, "") for _ in range(200))
-        return {int((answer.headers or {})["retry-after"]) for answer in answers}
+        responses = (to_api_error(error, "") for _ in range(200))
+        return {int((response.headers or {})["retry-after"]) for response in responses}
 
     assert retry_after_values(0) == retry_after_values(1) == {1}
     assert retry_after_values(1000) == {60}

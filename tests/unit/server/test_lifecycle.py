@@ -69,8 +69,8 @@ async def test_probes_answer_while_the_model_loads(
         assert (await client.get("/livez")).status_code == 200
         for path in ("/health", "/ready"):
             assert (await client.get(path)).status_code == 503
-        refused = await client.post("/v1/completions", json={"prompt": "Hi"})
-        assert refused.json()["error"]["code"] == "model_loading"
+        rejected = await client.post("/v1/completions", json={"prompt": "Hi"})
+        assert rejected.json()["error"]["code"] == "model_loading"
         assert capfd.readouterr().out == ""
         loader.go.set()
         await until(lambda: is_ready(client))

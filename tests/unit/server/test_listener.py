@@ -41,7 +41,7 @@ def test_an_address_of_another_machine_is_rejected() -> None:
         ("llm.example", "http://llm.example:8000"),
     ],
 )
-def test_the_url_to_open(host: str, address: str) -> None:
+def test_the_url_to_open_names_a_reachable_address(host: str, address: str) -> None:
     assert address_of(Config(host=host), 8000) == address
 
 
@@ -123,9 +123,9 @@ def test_close_does_not_remove_the_socket_of_another_server(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["x" * 200, "nowhere/s"])
 def test_a_path_that_cannot_hold_a_socket_is_rejected(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RejectedError, match="cannot listen on the socket") as refused:
+    with pytest.raises(RejectedError, match="cannot listen on the socket") as rejected:
         listening(Config(uds=tmp_path / name)).__enter__()
-    assert refused.value.param == "uds"
+    assert rejected.value.param == "uds"
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def pem(tmp_path: Path) -> dict[str, Path]:
     return files
 
 
-def test_tls_settings_for_uvicorn(pem: dict[str, Path]) -> None:
+def test_tls_settings_become_uvicorn_options(pem: dict[str, Path]) -> None:
     assert tls_options(Config()) == {}
     files = {"ssl_certfile": pem["cert"], "ssl_keyfile": pem["key"], "ssl_ca_certs": pem["ca"]}
     assert tls_options(Config(**files, ssl_cert_reqs=2)) == {**files, "ssl_cert_reqs": 2}
@@ -166,9 +166,9 @@ def test_invalid_tls_files_are_rejected_by_name(
     pem: dict[str, Path], settings: dict[str, Any], param: str
 ) -> None:
     config = Config(**{name: pem.get(value, value) for name, value in settings.items()})
-    with pytest.raises(RejectedError, match=param) as refused:
+    with pytest.raises(RejectedError, match=param) as rejected:
         tls_options(config)
-    assert refused.value.param == param
+    assert rejected.value.param == param
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,10 @@ async def test_rejections_and_responses_are_counted_by_route(client: httpx.Async
     await client.request("BREW", "/v1/models")
     found = await samples(client)
     assert found["llaisys:rejected_total", frozenset({("reason", "invalid_value")})] == 1
-    answers = {labels: value for (name, labels), value in found.items() if name == "http_requests_total"}
-    assert answers[frozenset({("handler", "/v1/completions"), ("method", "POST"), ("status", "4xx")})] == 1
-    assert answers[frozenset({("handler", "other"), ("method", "GET"), ("status", "4xx")})] == 2
-    assert not any("nothing" in str(labels) or "BREW" in str(labels) for labels in answers)
+    responses = {labels: value for (name, labels), value in found.items() if name == "http_requests_total"}
+    assert responses[frozenset({("handler", "/v1/completions"), ("method", "POST"), ("status", "4xx")})] == 1
+    assert responses[frozenset({("handler", "other"), ("method", "GET"), ("status", "4xx")})] == 2
+    assert not any("nothing" in str(labels) or "BREW" in str(labels) for labels in responses)
     route = frozenset({("handler", "other"), ("method", "GET")})
     assert found["http_request_duration_seconds_count", route] == 2
 

@@ -15,5 +15,5 @@ async def test_every_served_model_name_is_listed(client: httpx.AsyncClient) -> N
 
 
 async def test_a_model_name_may_contain_a_slash(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/v1/models/alias/of-tiny")
-    assert answer.json()["id"] == "alias/of-tiny"
+    response = await client.get("/v1/models/alias/of-tiny")
+    assert response.json()["id"] == "alias/of-tiny"

@@ -56,11 +56,11 @@ async def test_invalid_values_are_rejected_by_name(
     fields: dict[str, Any],
     param: str,
 ) -> None:
-    answer = await client.post(CHAT, json={**chat_body, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert answer.json()["error"]["param"] == param
-    assert param.split("[")[0] in answer.json()["error"]["message"]
+    response = await client.post(CHAT, json={**chat_body, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert response.json()["error"]["param"] == param
+    assert param.split("[")[0] in response.json()["error"]["message"]
     assert not engine.calls
 
 
@@ -77,40 +77,40 @@ async def test_invalid_values_are_rejected_by_name(
 async def test_bodies_that_are_not_requests_are_rejected(
     client: httpx.AsyncClient, raw: bytes, code: str
 ) -> None:
-    answer = await client.post(CHAT, content=raw, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    response = await client.post(CHAT, content=raw, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
 
 
 async def test_a_form_is_rejected(client: httpx.AsyncClient) -> None:
-    answer = await client.post(CHAT, content=b'{"messages": []}', headers={"content-type": "text/plain"})
-    assert answer.status_code == 400
+    response = await client.post(CHAT, content=b'{"messages": []}', headers={"content-type": "text/plain"})
+    assert response.status_code == 400
 
 
 async def test_input_is_never_echoed(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    answer = await client.post(CHAT, json={**chat_body, "temperature": "canary-7f3"})
-    assert "canary-7f3" not in answer.text
+    response = await client.post(CHAT, json={**chat_body, "temperature": "canary-7f3"})
+    assert "canary-7f3" not in response.text
 
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT - {"stream_options.include_obfuscation"}))
 async def test_ignored_fields_are_accepted(
     client: httpx.AsyncClient, chat_body: dict[str, Any], name: str
 ) -> None:
-    answer = await client.post(CHAT, json={**chat_body, name: "x"})
-    assert answer.status_code == 200
-    assert "x-llaisys-ignored-fields" not in answer.headers
+    response = await client.post(CHAT, json={**chat_body, name: "x"})
+    assert response.status_code == 200
+    assert "x-llaisys-ignored-fields" not in response.headers
 
 
 async def test_unknown_fields_are_named_and_bounded(
     client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     options = {"include_usage": True, "include_obfuscation": True, "shiny": 1}
-    answer = await client.post(
+    response = await client.post(
         CHAT, json={**chat_body, "frobnicate": 1, "a\r\nx: 1": 2, "stream": True, "stream_options": options}
     )
-    assert answer.status_code == 200
-    assert answer.headers["x-llaisys-ignored-fields"] == "frobnicate,a??x??1,stream_options.shiny"
-    answer = await client.post(CHAT, json={**chat_body, **{f"field{i}": 1 for i in range(1000)}})
-    assert answer.headers["x-llaisys-ignored-fields"].count(",") == 63
+    assert response.status_code == 200
+    assert response.headers["x-llaisys-ignored-fields"] == "frobnicate,a??x??1,stream_options.shiny"
+    response = await client.post(CHAT, json={**chat_body, **{f"field{i}": 1 for i in range(1000)}})
+    assert response.headers["x-llaisys-ignored-fields"].count(",") == 63
 
 
 async def test_unknown_fields_are_logged(
@@ -123,19 +123,21 @@ async def test_unknown_fields_are_logged(
     assert "canary-7f3" not in caplog.text
 
 
-async def test_strict_fields(engine: FakeService, make_client: Any, chat_body: dict[str, Any]) -> None:
+async def test_strict_fields_reject_an_unknown_field(
+    engine: FakeService, make_client: Any, chat_body: dict[str, Any]
+) -> None:
     async with make_client(ServerState(Config(strict_fields=True), models=ModelRegistry([engine]))) as client:
-        answer = await client.post(CHAT, json={**chat_body, "frobnicate": 1})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "frobnicate")
+        response = await client.post(CHAT, json={**chat_body, "frobnicate": 1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "frobnicate")
         assert (await client.post(CHAT, json={**chat_body, "user": "me", "tools": None})).status_code == 200
 
 
 @pytest.mark.parametrize("name", [None, "", "default", "tiny"])
-async def test_names_of_the_first_model(
+async def test_null_empty_and_default_name_the_first_model(
     client: httpx.AsyncClient, chat_body: dict[str, Any], name: str | None
 ) -> None:
-    answer = await client.post(CHAT, json={**chat_body, "model": name})
-    assert answer.json()["model"] == "tiny"
+    response = await client.post(CHAT, json={**chat_body, "model": name})
+    assert response.json()["model"] == "tiny"
 
 
 async def test_the_response_has_the_requested_model_name(
@@ -146,10 +148,10 @@ async def test_the_response_has_the_requested_model_name(
     ] == "alias/of-tiny"
 
 
-async def test_unknown_model(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    answer = await client.post(CHAT, json={**chat_body, "model": "gpt-7"})
-    assert answer.status_code == 404
-    assert answer.json()["error"] == {
+async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    response = await client.post(CHAT, json={**chat_body, "model": "gpt-7"})
+    assert response.status_code == 404
+    assert response.json()["error"] == {
         "message": "The model `gpt-7` does not exist.",
         "type": "invalid_request_error",
         "param": "model",

@@ -69,10 +69,10 @@ async def test_no_body_causes_a_server_error(path: str, data: st.DataObject) -> 
     transport = httpx.ASGITransport(app_for(path), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
         headers = {"content-type": "application/json"}
-        answer = await http.post(path, content=json.dumps(body), headers=headers)
-    assert answer.status_code in (200, 400, 404), answer.text
-    if answer.status_code != 200:
-        assert answer.json()["error"]["code"]
+        response = await http.post(path, content=json.dumps(body), headers=headers)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["code"]
 
 
 @settings(derandomize=True)

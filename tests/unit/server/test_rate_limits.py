@@ -48,9 +48,9 @@ async def test_concurrent_requests_per_client_are_bounded(two_at_once: RateLimit
     open_ones = [asyncio.ensure_future(app.post()) for _ in range(2)]
     for _ in open_ones:
         await app.came.acquire()
-    refused = await app.post()
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    rejected = await app.post()
+    assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "1")
+    assert rejected.json()["error"]["code"] == "rate_limit_exceeded"
     others = [app.post("b"), app.post(path="/v1/requests/x/cancel"), app.post(method="GET")]
     waiting = [asyncio.ensure_future(other) for other in others]
     app.go.set()
@@ -59,7 +59,7 @@ async def test_concurrent_requests_per_client_are_bounded(two_at_once: RateLimit
 
 
 async def test_a_client_with_its_whole_response_may_send_the_next_request() -> None:
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def response(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
         if scope["path"] == "/first":  # the client has the whole response, but this call has not returned
@@ -70,7 +70,7 @@ async def test_a_client_with_its_whole_response_may_send_the_next_request() -> N
     async def second(message: Message) -> None:
         statuses.append(message.get("status"))
 
-    gate = RateLimitMiddleware(answer, max_open=1, per_minute=None)
+    gate = RateLimitMiddleware(response, max_open=1, per_minute=None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as http:
         assert (await http.post("/first")).status_code == 200
     assert statuses[0] == 200
@@ -79,14 +79,14 @@ async def test_a_client_with_its_whole_response_may_send_the_next_request() -> N
 async def test_requests_per_minute_refill_evenly() -> None:
     app = RateLimitedApp(per_minute=6)
     for left in (5, 4, 3, 2, 1, 0):
-        answer = await app.post()
-        assert answer.status_code == 200
-        assert answer.headers["x-ratelimit-limit-requests"] == "6"
-        assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
-        assert answer.headers["x-ratelimit-reset-requests"] == f"{10 * (6 - left)}.000s"
-    refused = await app.post()
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
-    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        response = await app.post()
+        assert response.status_code == 200
+        assert response.headers["x-ratelimit-limit-requests"] == "6"
+        assert response.headers["x-ratelimit-remaining-requests"] == str(left)
+        assert response.headers["x-ratelimit-reset-requests"] == f"{10 * (6 - left)}.000s"
+    rejected = await app.post()
+    assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "10")
+    assert rejected.headers["x-ratelimit-remaining-requests"] == "0"
     assert (await app.post("b")).status_code == 200
     app.now_s += 9.9
     assert (await app.post()).headers["retry-after"] == "1"

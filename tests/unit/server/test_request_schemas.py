@@ -120,9 +120,9 @@ async def test_too_many_items_are_rejected_without_validating_them(
 ) -> None:
     value = items * N_WRONG if items else {f"k{i}": "x" for i in range(N_WRONG)}
     for n, sent in ((len(value), value), (most + 1, shortened(value, most + 1))):
-        answer = await client.post(url, json={**BASES[url], field: sent})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["code"]) == (400, field, "invalid_value")
+        response = await client.post(url, json={**BASES[url], field: sent})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, field, "invalid_value")
         assert error["message"] == f"{field} has {n} entries, at most {most}"
     assert not engine.calls
 
@@ -145,9 +145,9 @@ async def test_the_first_invalid_item_is_named(client: httpx.AsyncClient) -> Non
         (COMPLETIONS, {"allowed_token_ids": [1] * (ALLOWED_IDS_MAX + 1)}, "allowed_token_ids"),
         (COMPLETIONS, {"prompt": [{}] * 2000}, "prompt"),
     ):
-        answer = await client.post(url, json={**BASES[url], **fields})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        assert len(answer.content) < MESSAGE_CHARS_MAX + 500
+        response = await client.post(url, json={**BASES[url], **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert len(response.content) < MESSAGE_CHARS_MAX + 500
 
 
 @pytest.mark.parametrize("n_fields", [FIELDS_MAX, FIELDS_MAX + 1])
@@ -155,11 +155,11 @@ async def test_the_number_of_fields_is_bounded(
     client: httpx.AsyncClient, chat_body: dict[str, Any], n_fields: int
 ) -> None:
     more = {f"field{i}": 1 for i in range(n_fields - len(chat_body))}
-    answer = await client.post(CHAT, json={**chat_body, **more})
+    response = await client.post(CHAT, json={**chat_body, **more})
     if n_fields <= FIELDS_MAX:
-        assert answer.status_code == 200
+        assert response.status_code == 200
     else:
-        assert answer.json()["error"]["message"] == f"The body has {n_fields} entries, at most {FIELDS_MAX}"
+        assert response.json()["error"]["message"] == f"The body has {n_fields} entries, at most {FIELDS_MAX}"
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ async def test_large_bodies_are_validated_off_the_event_loop(
     raw = b'{"prompt": ["a", 5]'
     raw += b" " * (INLINE_BYTES_MAX + n_over - len(raw) - 1) + b"}"
     async with make_client(ServerState(Config(), models=registry)) as client:
-        answer = await client.post(COMPLETIONS, content=raw, headers=JSON)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt[1]")
-        answer = await client.post(COMPLETIONS, content=raw.replace(b"prompt", b"prumpt"), headers=JSON)
-        assert answer.json()["error"]["code"] == "missing_required_parameter"
+        response = await client.post(COMPLETIONS, content=raw, headers=JSON)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt[1]")
+        response = await client.post(COMPLETIONS, content=raw.replace(b"prompt", b"prumpt"), headers=JSON)
+        assert response.json()["error"]["code"] == "missing_required_parameter"
     assert models == ["llaisys.server.request_schemas:CompletionRequest"] * 2 * n_over
 
 
@@ -230,9 +230,9 @@ async def test_a_value_in_an_error_message_is_truncated(client: httpx.AsyncClien
         {"seed": 10**4000},
         {"response_format": {"type": "x" * 50_000}},
     ):
-        answer = await client.post(CHAT, json={**BASES[CHAT], **fields})
-        assert answer.status_code == (200 if "encoding_format" in fields else 400)
-        assert len(answer.content) < MESSAGE_CHARS_MAX + 500
+        response = await client.post(CHAT, json={**BASES[CHAT], **fields})
+        assert response.status_code == (200 if "encoding_format" in fields else 400)
+        assert len(response.content) < MESSAGE_CHARS_MAX + 500
 
 
 async def test_the_openapi_document_states_the_bounds(app: ASGIApp) -> None:

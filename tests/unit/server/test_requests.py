@@ -80,8 +80,8 @@ async def http(state: ServerState) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def code(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
 
 
 def services(state: ServerState) -> Sequence[AsyncLLM]:
@@ -114,12 +114,12 @@ async def test_a_canceled_request_ends_once(
     if form == "stream that has begun":
         await written.wait()
     for url in (f"/v1/requests/{id}", "/v1/requests/unknown"):
-        refused = await http.post(f"{url}/cancel", headers=TWO)
-        assert code(refused) == (404, "not_found")
-        assert "mine" not in refused.text
+        rejected = await http.post(f"{url}/cancel", headers=TWO)
+        assert code(rejected) == (404, "not_found")
+        assert "mine" not in rejected.text
     assert not work.done()
-    answer = await http.post(f"/v1/requests/{id}/cancel")
-    assert answer.json() == {"id": id, "object": "request", "status": "cancelled"}
+    response = await http.post(f"/v1/requests/{id}/cancel")
+    assert response.json() == {"id": id, "object": "request", "status": "cancelled"}
     gate.opened.set()
     ended = await work
     if form == "stream that has begun":
@@ -177,8 +177,8 @@ async def test_a_request_id_belongs_to_its_key(
     body = {**BODIES[CHAT], "request_id": "mine"}
     one = asyncio.create_task(http.post(CHAT, json=body))
     await asyncio.to_thread(gate.inside.wait, 30)
-    refused = await http.post(CHAT, json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    rejected = await http.post(CHAT, json=body)
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "request_id")
     two = asyncio.create_task(http.post(CHAT, json={**body, "n": 2}, headers=TWO))
     client = services(state)[0]._client
     assert client is not None
@@ -186,8 +186,8 @@ async def test_a_request_id_belongs_to_its_key(
     assert (await http.post("/v1/requests/chatcmpl-mine/cancel", headers=TWO)).json()["status"] == "cancelled"
     gate.opened.set()
     assert code(await two) == (499, "cancelled")
-    answer = await one
-    assert (answer.status_code, answer.json()["id"]) == (200, "chatcmpl-mine")
+    response = await one
+    assert (response.status_code, response.json()["id"]) == (200, "chatcmpl-mine")
     await until(lambda: not client._open)  # the engine has ended the canceled request too
     for _ in range(2):
         assert (await http.post(CHAT, json={**body, "n": 2}, headers=TWO)).status_code == 200
@@ -200,9 +200,9 @@ async def test_a_request_id_of_embeddings_belongs_to_its_key(http: httpx.AsyncCl
     body = {"input": "Hi", "request_id": "mine"}
     one = asyncio.create_task(http.post("/v1/embeddings", json=body))
     await asyncio.to_thread(gate.inside.wait, 30)
-    refused = await http.post("/v1/embeddings", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
-    assert hashlib.sha256(b"one").hexdigest()[:16] not in refused.text
+    rejected = await http.post("/v1/embeddings", json=body)
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "request_id")
+    assert hashlib.sha256(b"one").hexdigest()[:16] not in rejected.text
     two = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=TWO))
     gate.opened.set()
     assert [(await each).status_code for each in (one, two)] == [200, 200]
@@ -251,8 +251,8 @@ async def test_a_rejected_request_hides_the_timeline_of_its_reused_id(
     gate.opened.set()
     body = {**BODIES[CHAT], "request_id": "same"}
     assert (await http.post(CHAT, json={**body, "n": 3})).status_code == 200
-    refused = {**body, "max_tokens": 10**6}
-    assert (await http.post(CHAT, json=refused)).status_code == 400
+    rejected = {**body, "max_tokens": 10**6}
+    assert (await http.post(CHAT, json=rejected)).status_code == 400
     reply = (await http.get("/v1/requests/chatcmpl-same/timeline")).json()
     assert reply["choices"] == []
 

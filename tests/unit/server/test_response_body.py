@@ -136,11 +136,11 @@ async def test_a_response_that_grows_too_large_fails(
         talkative.script = [Piece(p.tokens, p.finish, index=i) for p in talkative.script for i in (0, 1)]
     state = ServerState(Config(**bounds), models=ModelRegistry([talkative]))  # type: ignore[list-item]
     async with make_client(state) as client:
-        answer = await client.post(url, json={**(chat_body if url == CHAT else {}), **fields})
-        assert answer.status_code == status
-        assert answer.json().get("error", {}).get("code") == code
+        response = await client.post(url, json={**(chat_body if url == CHAT else {}), **fields})
+        assert response.status_code == status
+        assert response.json().get("error", {}).get("code") == code
         if code is not None:
-            assert "5000 bytes" in answer.json()["error"]["message"]
+            assert "5000 bytes" in response.json()["error"]["message"]
         stream = await client.post(url, json={**(chat_body if url == CHAT else {}), **fields, "stream": True})
         assert "error" not in stream.text, "a stream is not buffered and has no such limit"
     assert all(call.ended for call in talkative.calls)
@@ -165,9 +165,9 @@ async def test_counted_bytes_equal_sent_bytes(
         {"prompt": LONG, "echo": True, "logprobs": 1},
     ):
         counted = 0
-        answer = await client.post(COMPLETIONS, json=body)
-        assert answer.status_code == 200
-        assert 0.95 < len(answer.content) / counted < 1.05
+        response = await client.post(COMPLETIONS, json=body)
+        assert response.status_code == 200
+        assert 0.95 < len(response.content) / counted < 1.05
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"logprobs": 0, "return_token_ids": True}])

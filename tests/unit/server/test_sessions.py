@@ -54,10 +54,10 @@ def shown(name: str, n: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def error(answer: httpx.Response) -> tuple[int, str, str | None]:
-    fields = answer.json()["error"]
+def error(response: httpx.Response) -> tuple[int, str, str | None]:
+    fields = response.json()["error"]
     assert set(fields) == {"message", "type", "param", "code"}
-    return answer.status_code, fields["code"], fields["param"]
+    return response.status_code, fields["code"], fields["param"]
 
 
 async def test_create_list_trim_and_delete_a_session(http: httpx.AsyncClient) -> None:
@@ -116,8 +116,8 @@ async def test_cached_prefixes_are_shared_by_requests_of_one_key(sharing: str) -
             **more,
         }
         body.pop("messages" if path == "completions" else "prompt")
-        answer = (await http.post(f"/v1/{path}", json=body, headers=headers)).json()
-        n: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        response = (await http.post(f"/v1/{path}", json=body, headers=headers)).json()
+        n: int = response["usage"]["prompt_tokens_details"]["cached_tokens"]
         return n
 
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
@@ -138,15 +138,15 @@ async def test_a_restored_session_belongs_to_its_key(http: httpx.AsyncClient) ->
     assert (await http.post("/v1/sessions/again/restore", json=restored)).json() == shown("again", N_TOKENS)
     for headers, n in ((TWO, 0), (ONE, len(PROMPT) - 1)):
         body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "restored"}
-        answer = (await http.post("/v1/completions", json=body, headers=headers)).json()
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == n
+        response = (await http.post("/v1/completions", json=body, headers=headers)).json()
+        assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == n
 
 
 async def test_a_key_has_its_own_sessions_and_files(http: httpx.AsyncClient) -> None:
     await generate(http, "chat")
     await http.post("/v1/sessions/chat/save", json={"file": "monday"})
     assert (await http.get("/v1/sessions", headers=TWO)).json()["data"] == []
-    for answer in (
+    for response in (
         await http.get("/v1/sessions/chat", headers=TWO),
         await http.delete("/v1/sessions/chat", headers=TWO),
         await http.post("/v1/sessions/chat/trim", json={"n_tokens": 0}, headers=TWO),
@@ -154,7 +154,7 @@ async def test_a_key_has_its_own_sessions_and_files(http: httpx.AsyncClient) -> 
         await http.post("/v1/sessions/chat/save", json={"file": "mine"}, headers=TWO),
         await http.post("/v1/sessions/mine/restore", json={"file": "monday"}, headers=TWO),
     ):
-        assert error(answer)[:2] == (404, "not_found")
+        assert error(response)[:2] == (404, "not_found")
     assert (await generate(http, "chat", headers=TWO)).status_code == 200, "a session of the same name"
     assert (await http.get("/v1/sessions/chat")).json()["num_tokens"] == N_TOKENS
 
@@ -183,9 +183,9 @@ async def test_no_name_leads_outside_the_session_store(
 async def test_without_a_session_store_saving_names_the_setting(http: httpx.AsyncClient) -> None:
     await generate(http, "chat")
     for path in ("chat/save", "new/restore"):
-        answer = await http.post(f"/v1/sessions/{path}", json={"file": "a"})
-        assert error(answer) == (400, "unsupported_value", "session_store")
-        assert "session_store" in answer.json()["error"]["message"]
+        response = await http.post(f"/v1/sessions/{path}", json={"file": "a"})
+        assert error(response) == (400, "unsupported_value", "session_store")
+        assert "session_store" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("http", [{"enable_prefix_caching": False}], indirect=True)
@@ -227,8 +227,8 @@ async def test_invalid_session_bodies_are_rejected(
     await generate(http, "chat")
     raw = json.dumps(body)  # httpx cannot encode a lone surrogate
     headers = {"content-type": "application/json"}
-    answer = await http.post(f"/v1/sessions{path}", content=raw, headers=headers)
-    assert error(answer)[::2] == (400, param)
+    response = await http.post(f"/v1/sessions{path}", content=raw, headers=headers)
+    assert error(response)[::2] == (400, param)
 
 
 async def test_a_session_needs_exactly_one_prompt(http: httpx.AsyncClient) -> None:
@@ -238,8 +238,8 @@ async def test_a_session_needs_exactly_one_prompt(http: httpx.AsyncClient) -> No
 
 async def test_each_model_has_its_own_sessions(http: httpx.AsyncClient) -> None:
     for method, path in (("GET", ""), ("GET", "/a"), ("DELETE", "/a")):
-        answer = await http.request(method, f"/v1/sessions{path}", params={"model": "other"})
-        assert error(answer) == (404, "model_not_found", "model")
+        response = await http.request(method, f"/v1/sessions{path}", params={"model": "other"})
+        assert error(response) == (404, "model_not_found", "model")
 
 
 def test_the_openapi_document_has_all_session_routes() -> None:
@@ -254,9 +254,9 @@ def test_the_openapi_document_has_all_session_routes() -> None:
     }
     for path in paths:
         for operation in schema["paths"][path].values():
-            answers = operation["responses"]
-            assert "$ref" in answers["200"]["content"]["application/json"]["schema"]
+            responses = operation["responses"]
+            assert "$ref" in responses["200"]["content"]["application/json"]["schema"]
             for status in ("400", "401", "404", "429", "503"):
-                assert answers[status]["content"]["application/json"]["schema"]["$ref"].endswith(
+                assert responses[status]["content"]["application/json"]["schema"]["$ref"].endswith(
                     "ErrorAnswer"
                 )

@@ -39,7 +39,7 @@ def candidates(n_top: int) -> dict[int, Logprob]:
 
 
 @pytest.mark.parametrize("n_top", [0, 5, 20])
-def test_bytes_per_token(n_top: int) -> None:
+def test_estimated_bytes_per_token_are_accurate(n_top: int) -> None:
     """The estimates are within 10 % of the encoded size of tokens of 4 characters."""
     ids, logprobs = [10_000] * N_TOKENS, [candidates(n_top)] * N_TOKENS
     made: list[tuple[Any, float]] = [
@@ -104,7 +104,7 @@ def test_too_large_responses_are_rejected_with_their_numbers(
     assert caught.value.param == param
 
 
-def test_size_of_embeddings() -> None:
+def test_too_many_embeddings_are_rejected_with_their_numbers() -> None:
     check_embeddings_size(N_MOST, 2048, 4096, as_base64=True)
     check_embeddings_size(N_MOST, 2048, 3072, as_base64=False)
     with pytest.raises(RejectedError, match=r"2048 vectors of 4096 numbers.*or encoding_format base64"):
@@ -119,9 +119,9 @@ async def test_forty_prompts_with_all_logprobs_are_rejected_before_they_run(
     prompts = [f"{i:04}" * 1100 for i in range(40)]
     body = {"prompt": prompts, "n": 8, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
     assert 170_000 < len(json.dumps(body)) < 190_000
-    answer = await client.post("/v1/completions", json=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "logprobs")
+    response = await client.post("/v1/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "logprobs")
     assert "40 prompts, 176000 tokens, n 8, logprobs 20" in error["message"]
     assert not engine.calls
     engine.script = [Piece(["a"], "stop", index=i) for i in range(2)]

@@ -39,13 +39,13 @@ async def of_built(built: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_the_index_page_and_its_headers(client: httpx.AsyncClient) -> None:
     for method in ("GET", "HEAD"):
-        answer = await client.request(method, "/")
-        assert answer.status_code == 200
-        assert answer.headers["content-type"] == "text/html; charset=utf-8"
-        assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
-        assert answer.headers["cache-control"] == "no-cache"
+        response = await client.request(method, "/")
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert response.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["cache-control"] == "no-cache"
 
 
 def test_the_content_security_policy() -> None:
@@ -69,10 +69,12 @@ async def test_every_built_file_is_served(of_built: httpx.AsyncClient) -> None:
 
 
 async def test_files_are_compressed_if_the_client_accepts_it(of_built: httpx.AsyncClient) -> None:
-    async with of_built.stream("GET", "/assets/app-1.js", headers={"accept-encoding": "br, gzip"}) as answer:
-        raw = b"".join([part async for part in answer.aiter_raw()])
-    assert answer.headers["content-encoding"] == "gzip"
-    assert answer.headers["vary"] == "accept-encoding"
+    async with of_built.stream(
+        "GET", "/assets/app-1.js", headers={"accept-encoding": "br, gzip"}
+    ) as response:
+        raw = b"".join([part async for part in response.aiter_raw()])
+    assert response.headers["content-encoding"] == "gzip"
+    assert response.headers["vary"] == "accept-encoding"
     assert gzip.decompress(raw) == SCRIPT.encode()
     plain = await of_built.get("/assets/app-1.js", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers

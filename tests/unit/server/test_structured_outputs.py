@@ -103,9 +103,9 @@ async def test_a_400_names_the_field(
     param: str,
 ) -> None:
     for url, body in bodies(chat_body, **fields):
-        answer = await client.post(url, json=body)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param
+        response = await client.post(url, json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
     assert not engine.calls
 
 
@@ -153,7 +153,7 @@ async def test_a_grammar_error_uses_the_field_names_of_the_request(
         ),
     ],
 )
-async def test_tool_choice(
+async def test_tool_choice_selects_shown_tools_and_grammar(
     client: httpx.AsyncClient,
     engine: FakeService,
     chat_body: dict[str, Any],
@@ -162,8 +162,8 @@ async def test_tool_choice(
     grammar: str,
 ) -> None:
     engine.config = AUTO
-    answer = await client.post(CHAT, json={**chat_body, **fields})
-    assert answer.status_code == 200, answer.text
+    response = await client.post(CHAT, json={**chat_body, **fields})
+    assert response.status_code == 200, response.text
     assert engine.chats[0][1]["tools"] == shown
     spec = engine.calls[0].params.structured_outputs
     assert grammar in ((spec.grammar or "") if spec else "")
@@ -228,9 +228,9 @@ async def test_invalid_tools_are_rejected_by_name(
     fields: dict[str, Any],
     param: str,
 ) -> None:
-    answer = await client.post(CHAT, json={**chat_body, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    response = await client.post(CHAT, json={**chat_body, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
     assert not engine.calls
 
 

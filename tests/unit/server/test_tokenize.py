@@ -18,9 +18,9 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 async def post(client: httpx.AsyncClient, url: str = "/tokenize", **body: Any) -> Any:
-    answer = await client.post(url, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    response = await client.post(url, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 async def test_a_prompt_is_tokenized(client: httpx.AsyncClient) -> None:
@@ -69,8 +69,8 @@ async def test_messages_are_tokenized_like_a_chat_request(
 async def test_invalid_tokenize_requests_are_rejected(
     client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
-    answer = await client.post("/tokenize", content=json.dumps(body), headers=JSON)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    response = await client.post("/tokenize", content=json.dumps(body), headers=JSON)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_ids_are_detokenized(client: httpx.AsyncClient) -> None:
@@ -80,12 +80,12 @@ async def test_ids_are_detokenized(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("tokens", [[VOCAB_SIZE], [-1], ["a"], None])
 async def test_invalid_ids_are_rejected(client: httpx.AsyncClient, tokens: Any) -> None:
-    answer = await client.post("/detokenize", json={"tokens": tokens})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith("tokens")
+    response = await client.post("/detokenize", json={"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("tokens")
 
 
 @pytest.mark.parametrize("url", ["/tokenize", "/detokenize"])
 async def test_another_model_is_not_found(client: httpx.AsyncClient, url: str) -> None:
-    answer = await client.post(url, json={"prompt": "Hi", "tokens": [1], "model": "other"})
-    assert answer.status_code == 404
+    response = await client.post(url, json={"prompt": "Hi", "tokens": [1], "model": "other"})
+    assert response.status_code == 404

@@ -121,9 +121,9 @@ async def test_a_failed_request_is_a_failed_span(
 
 @pytest.mark.parametrize("endpoint", ["grpc://localhost:4317", "localhost:4317", "http://", "ftp://x/v1"])
 def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
-    with pytest.raises(RejectedError, match=r"OTLP/HTTP only; set a URL such as http://") as refused:
+    with pytest.raises(RejectedError, match=r"OTLP/HTTP only; set a URL such as http://") as rejected:
         RequestTracer.to(endpoint)
-    assert refused.value.param == "otlp_traces_endpoint"
+    assert rejected.value.param == "otlp_traces_endpoint"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
