@@ -16,6 +16,7 @@ from llaisys.registry import ModelRegistry
 from llaisys.server import app as application
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
+from llaisys.server.webui.chat_store import ChatStore
 
 PORT = 8000
 
@@ -68,3 +69,13 @@ async def client(
 @pytest.fixture
 def chat_body() -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture
+async def chats(
+    state: ServerState, store: ChatStore, make_client: Callable[..., httpx.AsyncClient]
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Return a client of a server with the chat store of the test's module."""
+    state.chats = store
+    async with make_client(state) as made:
+        yield made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(path: Path) -> Iterator[ChatStore]:
     with closing(ChatStore(path, BYTES_MAX)) as made:
-        yield made
-
-
-@pytest.fixture
-async def chats(
-    state: ServerState, store: ChatStore, make_client: Callable[..., httpx.AsyncClient]
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Return a client of a server with this store."""
-    state.chats = store
-    async with make_client(state) as made:
         yield made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,6 @@ def store(tmp_path: Path) -> Iterator[ChatStore]:
     made = opened(tmp_path / "chats.db")
     yield made
     made.close()
-
-
-@pytest.fixture
-async def chats(
-    state: ServerState, store: ChatStore, make_client: Callable[..., httpx.AsyncClient]
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Return a client of a server with a store."""
-    state.chats = store
-    async with make_client(state) as made:
-        yield made
 
 
 async def test_a_chat_is_written_and_read_back(chats: httpx.AsyncClient, store: ChatStore) -> None:
