@@ -3,10 +3,14 @@
 usage: attack.py [--only WORD] [--port PORT --pid PID]
 
 One server of SmolLM2 has two API keys. While a case runs with the first key, a separate process streams with
-the second key and calls /livez ten times per second. Goals for each case: only the allowed replies; /livez
-within 1 s; no gap over 1 s between two pieces of the stream; memory within 64 MB of its value before; the
-same server process. Writes one line per case and a summary to benches/results/attack.jsonl; the exit code is
-0 if all goals are met. Not part of `make test`, because it is timed: `tests/e2e/test_attack.py` counts.
+the second key and calls /livez ten times per second. Goals for each case:
+
+- only the allowed replies, and the same server process
+- /livez within 1 s, and no gap over 1 s between two pieces of the stream
+- memory within 64 MB of its value before
+
+Writes one line per case and a summary to benches/results/attack.jsonl; the exit code is 0 if all goals are
+met. Not part of `make test`, because it is timed; `tests/e2e/test_attack.py` checks the replies there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compare two builds of the step bench in alternating rounds.
 
 `pairs.py OLD NEW [--out FILE] [--rows 1,16] -- ARGUMENTS OF BOTH`. Both processes load the same model; each
-round measures one, then the other, in alternating order. Printed: for each number of rows the medians of the
-rounds' ratios old/new (above 1: new is faster), of the step and of each kind of op, with new's
-microseconds. `--out` appends the raw rounds as a line of JSON.
+round measures one, then the other, in alternating order. For each number of rows it prints the medians of the
+rounds' ratios old/new (above 1: new is faster) of the step and of each kind of op. They are followed by the
+microseconds of NEW. `--out` appends the raw rounds as a line of JSON.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 usage: peer_ik.py MODEL.gguf N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each
 with one line of JSON as the result, with the `seconds`.
 
-A step is one `llama_decode` of the C API with one token of each sequence, as its own llama-batched-bench
-does (the Python package has the library and not that tool): no sampling, the next tokens are given. The
+A step is one `llama_decode` of the C API with one token of each sequence, as its llama-batched-bench does.
+(The Python package has the library without that tool.) Nothing is sampled; the next tokens are given. The
 prompt is computed once and shared by the sequences. Weights are repacked at load (`-rtr`), flash attention
 and fused ops are on.
 """

@@ -3,9 +3,10 @@
 usage: peer_openvino.py FOLDER N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each
 with one line of JSON as the result, with the `seconds`.
 
-The continuous batching pipeline (paged attention, gathers the rows of the head), stepped until every
-sequence has its first token, then timed for NEW steps; prompts of `decode` are in the prefix cache from
-their second round on. Greedy, bf16 inference hint, bf16 KV, latency hint.
+It uses the continuous batching pipeline (paged attention; the head computes the needed rows only). The
+pipeline is stepped until every sequence has its first token, and then timed for NEW steps. Prompts of
+`decode` are in the prefix cache from their second round on. Greedy, bf16 inference hint, bf16 KV, latency
+hint.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--timed]; then lines
 `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each with one line of JSON as the result.
 
-`decode`: seconds of NEW steps of STREAMS sequences that start with CONTEXT tokens: the difference of two
-calls with the same prompts, one of which generates NEW tokens more. So scheduling, sampling and output
-processing are included, and the prompts are not (they are in the prefix cache). `--timed` adds `core_s`, the
-part spent in the core.
+`decode` returns the seconds of NEW steps of STREAMS sequences that start with CONTEXT tokens. This is the
+difference of two calls with the same prompts, one of which generates NEW more tokens. So scheduling, sampling
+and output processing are included, and the prompts are not (they are in the prefix cache). `--timed` adds
+`core_s`, the part spent in the core.
 """
 
 from __future__ import annotations

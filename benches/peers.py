@@ -5,9 +5,9 @@ usage: peers.py [--only PATTERN ...] [--rounds 7] [--budget-s SECONDS] [--fresh]
 A round of a row measures every engine once, starting with another one each round, with a memory bandwidth
 measurement before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run continues
 where the previous one ended (exit status 3: rows remain). Rounds of another build of the core are discarded
-when their row is measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that
-issue 5 sets a target for. Each run rewrites the table, the JSON and the plot. Build the peers first: `make
-bench-peers` does.
+when their row is measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows
+that have a target (peers_rows.py). Each run rewrites the table, the JSON and the plot. Build the peers first:
+`make bench-peers` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engines behind one interface: `decode`, `prefill` and `http` return tokens per second.
 
 llama.cpp is measured by its own tools, one process per measurement, which warm up themselves; the others by
-resident processes. All use the same threads. Settings that differ from a peer's defaults
-are those that were fastest on the machine of the committed results (benches/results/README.md).
+resident processes. All use the same threads. Settings that differ from a peer's defaults are those that were
+fastest on the machine of the committed results (benches/results/README.md).
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ usage: .venv-peers/bin/python benches/peers_models.py FOLDER
 
 Writes FOLDER/q05 (a Hugging Face folder in BF16), q05-{bf16,f16,q8_0,q4_0}.gguf and q05-ov-{bf16,int8,int4}
 (OpenVINO, which reads no BF16 file: created from the F16 one and run in bf16). The weights are a function of
-a seed, so every machine creates the same files; the speed of a dense model does not depend on its weights
-(except for the rows that pruned argmax reads).
-Nothing is downloaded: the tokenizer is from the test data. Existing files are kept. The 4-bit files have the
-embedding, which is also the head, in 8 bits, for every engine.
+a seed, so every machine creates the same files. The speed of a dense model does not depend on its weights,
+except for the rows that pruned argmax reads. Nothing is downloaded: the tokenizer is from the test data.
+Existing files are kept. The 4-bit files have the embedding, which is also the head, in 8 bits, for every
+engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of the comparison, their engines with settings, and the targets (issue 5)."""
+"""The rows of the comparison, their engines with settings, and the targets."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 usage: roofline.py [--criterion target/criterion] [--speed FILE]
 
-A product of n rows cannot be faster than reading its weights, nor than its operations at the peak rate; the
-larger of these times divided by the measured time is the fraction of the roofline. The read bandwidth and the
-f32 rate are those of `machine_speed`, now; dot instructions of bf16 do twice, those of 8-bit integers four
-times the operations of f32 ones of the same width (as on Zen 4 and 5; elsewhere the fraction may be too low).
+A product of n rows cannot be faster than reading its weights, nor than its operations at the peak rate. The
+larger of these times divided by the measured time is the fraction of the roofline. `machine_speed` measures
+the read bandwidth and the f32 rate at that moment. Dot instructions of bf16 count as twice, those of 8-bit
+integers as four times the f32 rate (as on Zen 4 and 5; elsewhere the fraction may be too low).
 Bytes of weights are the benchmark's own. A fraction above 1 means that the weights were cached, or that the
 machine was busy during one of the measurements.
 """

@@ -2,9 +2,12 @@
 
     python benches/turns.py [--rounds 5] [--cancels 200]
 
-Second turn: time to first token of a chat of 1,500 tokens with 20 new ones, compared with the same prompt
-without a cached prefix (goal: 15 % of it). Reclaim: time from an abort to the release of the cells, with
-seven other streams (goal: p99 at most one step and 50 ms). Prints one JSON line for each.
+- Second turn: time to first token of a chat of 1,500 tokens with 20 new ones. The goal is at most 15 % of the
+  same prompt's without a cached prefix.
+- Reclaim: time from an abort to the release of the cells, with seven other streams. The goal is a p99 of at
+  most one step and 50 ms.
+
+Prints one JSON line for each.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 usage: ui.py [--runs 7]
 
-Each run is a new browser profile. Measured: first paint and bytes of the first load; opening a session of
-2,000 messages; while a completion streams: long tasks (the browser's own entries, over 50 ms), frames per
-second, and the main thread's time in script and layout. Writes benches/results/ui.json.
+Each run is a new browser profile. It measures first paint and bytes of the first load, and opening a session
+of 2,000 messages. While a completion streams, it measures long tasks (the browser's own entries, over 50 ms),
+frames per second, and the main thread's time in script and layout. Writes benches/results/ui.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Add the CPU seconds of a command and all its descendants to a number in a file: cpu_seconds.py FILE
 COMMAND...
 
-Those that outlive their parents count too: this process is their reaper (prctl(2), PR_SET_CHILD_SUBREAPER).
-Add to the number in the file. Exits with the command's status.
+Processes that outlive their parents count too, because this process adopts them (prctl(2),
+PR_SET_CHILD_SUBREAPER). Exits with the command's status.
 """
 
 from __future__ import annotations

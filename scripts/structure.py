@@ -1,5 +1,4 @@
-"""Print the structure of the Python package: import cycles, import levels of the engine, files that a chat
-runs.
+"""Print the structure of the Python package: import cycles and levels, and files that a chat executes.
 
 `PYTHONPATH=TREE/python python scripts/structure.py [--chat]`. With `--chat` it serves the embedded model,
 sends one streamed chat and lists the files of the package whose code ran for it in the server's process.

@@ -2,9 +2,10 @@
 
 usage: bundle.py [--wheel FILE] [--out dist/gpu] [--limit-mb 48]
 
-The archive has the wheel and the packages that it needs and PyTorch's environment lacks, unpacked for that
-machine's Python; the parity tests as programs; the phases; their inputs (prepare.py); a manifest. This script
-needs a network and Rust, which that machine does not have. It fails if the archive is over its limit.
+The archive has the wheel and those of its packages that PyTorch's environment lacks, unpacked for that
+machine's Python. It also has the parity tests as programs, the phases with their inputs (prepare.py), and a
+manifest. This script needs a network and Rust, which that machine does not have. It fails if the archive is
+over its limit.
 """
 
 from __future__ import annotations

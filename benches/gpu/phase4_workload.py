@@ -3,9 +3,9 @@
 usage: phase4_workload.py --out DIR [--inputs DIR] [--dry-run] [--budget-s 240] [--fresh]
 
 The workload is that of nano-vllm's `bench.py`: seed 0, prompts and completions of 100 to 1,024 tokens, ids
-below 10,000, temperature 0.6, end-of-text tokens ignored; 142,827 tokens in, 133,966 out. Each row runs in
-its own process, so that no engine uses the memory of another. A second run of our engine, in which each
-request is a stream, measures latency.
+below 10,000, temperature 0.6, end-of-text tokens ignored. It has 142,827 tokens in, 133,966 out. Each row
+runs in its own process, so that no engine uses the memory of another. A second run of our engine, in which
+each request is a stream, measures latency.
 """
 
 from __future__ import annotations

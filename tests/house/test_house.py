@@ -34,7 +34,7 @@ def test_the_tree_stays_small() -> None:
 
 
 def test_a_panic_of_the_core_unwinds_in_every_profile() -> None:
-    """The binding turns a panic into an exception (reliability R8); an abort would end every request."""
+    """The binding turns a panic into an exception; an abort would end every request."""
     manifest = (ROOT / "Cargo.toml").read_text("utf-8")
     assert re.search(r'\[profile\.release\][^\[]*panic = "unwind"', manifest)
     abort = [p for p in tracked() if p.name in ("Cargo.toml", "config.toml") and '"abort"' in p.read_text()]

@@ -48,8 +48,8 @@ async def test_the_index_page_and_its_headers(client: httpx.AsyncClient) -> None
         assert response.headers["cache-control"] == "no-cache"
 
 
-def test_the_content_security_policy() -> None:
-    """Checks rule R10 of reliability.md and the trusted-types policies."""
+def test_the_content_security_policy_allows_own_files_only() -> None:
+    """Only files of the server may run or load, and only two trusted-types policies may create HTML."""
     assert CONTENT_SECURITY_POLICY == (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
