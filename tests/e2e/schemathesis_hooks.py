@@ -1,7 +1,7 @@
 """Change half of schemathesis's valid bodies into ones that the server accepts.
 
 A schema does not say which model is served or which fields go together, so nearly all random bodies that
-match it are refused. Bodies that do not match their schema stay unchanged.
+match it are rejected. Bodies that do not match their schema stay unchanged.
 """
 
 from __future__ import annotations

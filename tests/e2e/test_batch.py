@@ -47,9 +47,9 @@ def test_a_batch_gives_the_responses_of_a_server(tiny: Server, tmp_path: Path) -
     assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == (None, None, "invalid_json")
     for i, result in enumerate(results):
         url, body = BODIES[i % 4]
-        answer = tiny.http.post(url, json=body)
-        assert result["response"]["status_code"] == answer.status_code
-        assert comparable(result["response"]["body"]) == comparable(answer.json())
+        response = tiny.http.post(url, json=body)
+        assert result["response"]["status_code"] == response.status_code
+        assert comparable(result["response"]["body"]) == comparable(response.json())
 
 
 def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     assert done.stderr.startswith("llaisys run-batch: no model 'no-such-model'")
 
 
-def test_config_show(tmp_path: Path) -> None:
+def test_config_show_prints_values_and_sources_without_secrets(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("max_num_seqs: 7\n", "utf-8")
     done = run("config", "show", "--json", "--config", str(file), LLAISYS_API_KEY="sk-secret")

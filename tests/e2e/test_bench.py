@@ -24,7 +24,7 @@ def serve_bench(folder: Path, server: Server, *flags: str) -> tuple[dict[str, An
     return json.loads((folder / "r.json").read_text("utf-8")), done.stdout
 
 
-def test_eight_prompts(tiny: Server, tmp_path: Path) -> None:
+def test_bench_serve_counts_requests_and_tokens(tiny: Server, tmp_path: Path) -> None:
     before = tiny.metric("vllm:generation_tokens_total")
     flags = ("--num-prompts", "8", "--input-len", "12", "--output-len", "9", "--max-concurrency", "4")
     picture = tmp_path / "run.svg"
@@ -44,8 +44,8 @@ def test_eight_prompts(tiny: Server, tmp_path: Path) -> None:
     assert picture.read_text("utf-8").startswith("<svg")
 
 
-def test_open_loop_counts_refusals_as_failed(tiny: Server, tmp_path: Path) -> None:
-    """More requests arrive at once than can run and wait; refused requests count in no throughput."""
+def test_open_loop_counts_rejections_as_failed(tiny: Server, tmp_path: Path) -> None:
+    """More requests arrive at once than can run and wait; rejected requests count in no throughput."""
     result, _ = serve_bench(tmp_path, tiny, "--num-prompts", "40", "--input-len", "4", "--output-len", "1000")
     assert result["completed"] + result["failed"] == 40
     assert result["failed"] >= 1

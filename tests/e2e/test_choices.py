@@ -37,22 +37,24 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(inspect_model(GOLDENS / "qwen2-tied-bf16"))
 
 
-def asked(**more: Any) -> dict[str, Any]:
+def request_fields(**more: Any) -> dict[str, Any]:
     body = {"model": "tiny", "max_tokens": 12, "seed": 11, "temperature": 1.0, **more}
     extra = {"ignore_eos": True, **body.pop("extra_body", {})}
     return {**body, "extra_body": extra}
 
 
 def complete(client: openai.OpenAI, **more: Any) -> Completion:
-    answer: Completion = client.completions.create(**asked(**more))
-    return answer
+    response: Completion = client.completions.create(**request_fields(**more))
+    return response
 
 
 def streamed(client: openai.OpenAI, **more: Any) -> tuple[dict[int, dict[str, Any]], Any]:
     """Return the sum of a stream by choice, and its usage."""
     made: dict[int, dict[str, Any]] = {}
     usage = None
-    stream = client.completions.create(stream=True, stream_options={"include_usage": True}, **asked(**more))
+    stream = client.completions.create(
+        stream=True, stream_options={"include_usage": True}, **request_fields(**more)
+    )
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -65,14 +67,14 @@ def streamed(client: openai.OpenAI, **more: Any) -> tuple[dict[int, dict[str, An
     return made, usage
 
 
-def collected(answer: Completion) -> dict[int, dict[str, Any]]:
+def collected(response: Completion) -> dict[int, dict[str, Any]]:
     return {
         choice.index: {
             "text": choice.text,
             "logprobs": choice.logprobs.model_dump() if choice.logprobs else {},
             "end": choice.finish_reason,
         }
-        for choice in answer.choices
+        for choice in response.choices
     }
 
 
@@ -103,7 +105,9 @@ def test_a_stream_adds_up_to_the_whole_completion(
 
 
 def test_streamed_chat_choices_equal_the_whole_completion(client: openai.OpenAI) -> None:
-    body = asked(messages=[{"role": "user", "content": "Hello there"}], n=3, logprobs=True, top_logprobs=2)
+    body = request_fields(
+        messages=[{"role": "user", "content": "Hello there"}], n=3, logprobs=True, top_logprobs=2
+    )
     whole = client.chat.completions.create(**body)
     texts, ends, tokens = dict.fromkeys(range(3), ""), {}, {i: [] for i in range(3)}  # type: ignore[var-annotated]
     for chunk in client.chat.completions.create(stream=True, **body):
@@ -144,7 +148,7 @@ def test_streams_of_choices_never_cross(client: openai.OpenAI) -> None:
     assert together == alone
 
 
-def test_too_many_choices_are_refused(client: openai.OpenAI) -> None:
+def test_too_many_choices_are_rejected(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, prompt=PROMPT, n=9)
     assert caught.value.param == "n"
@@ -175,8 +179,8 @@ def test_a_scored_prompt_has_the_logprobs_of_its_generation(client: openai.OpenA
 
 def test_only_allowed_ids_are_sampled(client: openai.OpenAI) -> None:
     body = {"allowed_token_ids": [17, 42, 99], "return_token_ids": True}
-    answer = complete(client, prompt=PROMPT, n=2, max_tokens=30, extra_body=body)
-    ids = [(choice.model_extra or {})["token_ids"] for choice in answer.choices]
+    response = complete(client, prompt=PROMPT, n=2, max_tokens=30, extra_body=body)
+    ids = [(choice.model_extra or {})["token_ids"] for choice in response.choices]
     assert set(ids[0]) | set(ids[1]) == {17, 42, 99}
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, prompt=PROMPT, extra_body={"allowed_token_ids": [70_000]})
@@ -186,8 +190,8 @@ def test_only_allowed_ids_are_sampled(client: openai.OpenAI) -> None:
 def test_a_bad_word_is_not_sampled(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     def ids(**more: Any) -> list[int]:
         body = {"return_token_ids": True, **more}
-        answer = complete(client, prompt=PROMPT, temperature=0, max_tokens=40, extra_body=body)
-        made: list[int] = (answer.choices[0].model_extra or {})["token_ids"]
+        response = complete(client, prompt=PROMPT, temperature=0, max_tokens=40, extra_body=body)
+        made: list[int] = (response.choices[0].model_extra or {})["token_ids"]
         return made
 
     def holds(whole: list[int], part: list[int]) -> bool:
@@ -218,7 +222,7 @@ def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(client: openai.OpenA
 
 
 def test_an_open_request_id_cannot_be_used_again(client: openai.OpenAI) -> None:
-    body = asked(prompt=PROMPT, max_tokens=8000, extra_body={"request_id": "mine"})
+    body = request_fields(prompt=PROMPT, max_tokens=8000, extra_body={"request_id": "mine"})
     with client.completions.create(stream=True, **body) as stream:
         assert next(iter(stream)).id == "cmpl-mine"
         with pytest.raises(openai.BadRequestError) as caught:

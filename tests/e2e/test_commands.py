@@ -20,7 +20,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_generate(tiny: Server) -> None:
+def test_generate_prints_the_completion_of_a_server(tiny: Server) -> None:
     body = {"prompt": "Hello there", "temperature": 0, "max_tokens": 8}
     expected = tiny.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     typed = run("generate", *LOCAL, *EXACT, "--prompt", "Hello there")
@@ -45,13 +45,13 @@ def test_chat_is_the_same_in_this_process_and_on_a_server(tiny: Server) -> None:
     assert there.stdout == here.stdout
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 8}
-    answer = tiny.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    assert here.stdout.startswith(answer + "\n")
-    assert here.stdout.endswith(answer + "\n")
-    assert len(here.stdout) > 2 * len(answer)
+    response = tiny.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert here.stdout.startswith(response + "\n")
+    assert here.stdout.endswith(response + "\n")
+    assert len(here.stdout) > 2 * len(response)
 
 
-def test_chat_continues_after_a_refusal(tiny: Server) -> None:
+def test_chat_continues_after_a_rejected_message(tiny: Server) -> None:
     done = run("chat", *LOCAL, "--max-tokens", "8", stdin=f"{'word ' * 1000}\nHello\n")
     assert done.returncode == 0
     assert "512" in done.stderr
@@ -61,7 +61,7 @@ def test_chat_continues_after_a_refusal(tiny: Server) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "127.0.0.1:8000", "http://127.0.0.1:1"])
-def test_chat_without_a_server(url: str) -> None:
+def test_chat_names_a_server_that_cannot_be_reached(url: str) -> None:
     done = run("chat", "--url", url, stdin="Hello\n")
     assert url in done.stderr
     assert "Traceback" not in done.stderr

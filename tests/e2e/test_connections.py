@@ -117,9 +117,9 @@ def test_a_reader_of_stderr_that_stops_does_not_stop_the_server() -> None:
 def test_a_stream_consists_of_known_frames_and_ends_with_done(server: Server) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 2, "stream": True}
     chat["stream_options"] = {"include_usage": True}
-    with server.http.stream("POST", "/v1/chat/completions", json=chat) as answer:
-        raw = b"".join(answer.iter_raw())
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    with server.http.stream("POST", "/v1/chat/completions", json=chat) as response:
+        raw = b"".join(response.iter_raw())
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     frames = re.findall(rb"data: (\{.*?\}|\[DONE\])\n\n", raw)
     assert b"".join(b"data: " + frame + b"\n\n" for frame in frames) == raw
     *parts, done = frames
@@ -132,11 +132,11 @@ def test_a_stream_consists_of_known_frames_and_ends_with_done(server: Server) ->
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 2)
 
 
-def test_the_log_line_of_a_request(server: Server) -> None:
+def test_a_request_has_one_log_line_without_key_and_prompt(server: Server) -> None:
     """It is one line of JSON that identifies the key. The log has neither the key nor the prompt."""
     headers = {"x-request-id": "of-the-log"}
-    answer = server.http.post("/v1/completions", json={**BODY, "prompt": "canary"}, headers=headers)
-    assert answer.headers["x-request-id"] == "of-the-log"
+    response = server.http.post("/v1/completions", json={**BODY, "prompt": "canary"}, headers=headers)
+    assert response.headers["x-request-id"] == "of-the-log"
     (line,) = server.lines("of-the-log")
     text = server.log.read_text("utf-8")
     assert (line["status"], line["end_reason"], line["completion_tokens"]) == (200, "length", 3)
@@ -146,7 +146,7 @@ def test_the_log_line_of_a_request(server: Server) -> None:
     assert "Bearer" not in text
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_a_unix_socket_serves_its_owner_and_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "llaisys.sock"
     with serving(tmp_path, MODEL, *FLAGS, "--uds", str(path), "--host", "0.0.0.0") as server:
         assert server.url == f"unix:{path}"
@@ -183,7 +183,7 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
         context.load_cert_chain(files["client"])
         with (
             httpx.Client(base_url=server.url, verify=context, timeout=None) as client,
-            client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer,
+            client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response,
         ):
-            assert b"".join(answer.iter_raw()).endswith(b"data: [DONE]\n\n")
+            assert b"".join(response.iter_raw()).endswith(b"data: [DONE]\n\n")
         assert server.stop() == 0

@@ -1,4 +1,4 @@
-"""SIGTERM at random moments of a busy server: `/ready` fails before any request is refused.
+"""SIGTERM at random moments of a busy server: `/ready` fails before any request is rejected.
 
 Every response has exactly one end, and the process exits with 0. `DRAIN_SEED` chooses other moments.
 """
@@ -66,22 +66,22 @@ class Crowd:
             body = random.choice(self.bodies)
             try:
                 connection.request("POST", "/v1/completions", json.dumps(body), JSON)
-                answer = connection.getresponse()
+                response = connection.getresponse()
             except OSError:  # the server no longer listens, or closed the idle connection
                 return None
             except Exception as e:  # noqa: BLE001 -- the test reports it, not this thread
                 return self.fault(f"{body}: no response: {e!r}")
             try:
                 raw = b""
-                while piece := answer.read1(65536):
+                while piece := response.read1(65536):
                     raw += piece
                     self.count(n_pieces=1)
-                answer.close()  # `read1` leaves a response of a known length open
+                response.close()  # `read1` leaves a response of a known length open
             except Exception as e:  # noqa: BLE001 -- as above
                 return self.fault(f"{body}: a truncated response: {e!r} {raw[-200:]!r}")
-            if not self.check_response(answer.status, answer.headers, raw, body):
+            if not self.check_response(response.status, response.headers, raw, body):
                 return None
-            if answer.status == 503:
+            if response.status == 503:
                 return self.probe()
 
     def check_response(self, status: int, headers: Any, raw: bytes, body: dict[str, Any]) -> bool:
@@ -107,7 +107,7 @@ class Crowd:
         return fits
 
     def probe(self) -> None:
-        """Check that the server is alive and not ready after a refusal, or has ended."""
+        """Check that the server is alive and not ready after a rejection, or has ended."""
         for path, status in (("/ready", 503), ("/health", 503), ("/livez", 200)):
             connection = HTTPConnection(urlsplit(self.server.url).netloc)
             try:
@@ -116,7 +116,7 @@ class Crowd:
             except OSError:
                 return
             if found != status:
-                self.fault(f"{path} was {found} after a refusal")
+                self.fault(f"{path} was {found} after a rejection")
 
     def fault(self, text: str) -> None:
         with self.moved:

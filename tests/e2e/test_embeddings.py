@@ -46,7 +46,7 @@ def test_a_too_long_input_is_a_400_with_both_numbers(tiny: Server, client: opena
     tiny.until("vllm:num_requests_running", 0)
 
 
-def test_dimensions_are_refused_by_name(client: openai.OpenAI) -> None:
+def test_other_dimensions_are_rejected_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="tiny", input="Hi", dimensions=32)
     assert (caught.value.code, caught.value.param) == ("unsupported_value", "dimensions")
@@ -83,9 +83,9 @@ def test_detokenize_inverts_tokenize(tiny: Server) -> None:
 def test_tokenize_counts_the_tokens_of_a_chat(tiny: Server, client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Hello there"}]
     made = tiny.http.post("/tokenize", json={"messages": messages}).json()
-    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)  # type: ignore[arg-type]
-    assert answer.usage is not None
-    assert made["count"] == answer.usage.prompt_tokens
+    response = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)  # type: ignore[arg-type]
+    assert response.usage is not None
+    assert made["count"] == response.usage.prompt_tokens
 
 
 def test_version_and_the_card_of_one_model(tiny: Server) -> None:

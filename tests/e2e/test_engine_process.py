@@ -42,27 +42,32 @@ def engines(server: Server) -> list[psutil.Process]:
     return found
 
 
-def test_kill_9_of_the_engine(tmp_path: Path) -> None:
+def kill_engine_during_a_stream(server: Server) -> None:
+    """Kill the engine at the first piece of a stream, and check the stream's end."""
+    (engine,) = engines(server)
+    raw = b""
+    with server.http.stream("POST", "/v1/completions", json=LONG) as response:
+        for part in response.iter_raw():
+            if not raw:
+                engine.kill()
+            raw += part
+    *_, error, done = events(raw)
+    assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+
+
+def test_a_killed_engine_ends_its_streams_and_is_restarted(tmp_path: Path) -> None:
     """The stream gets its error frame and `[DONE]`; `/ready` fails until the engine is back."""
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS) as server:
-        (engine,) = engines(server)
-        raw = b""
-        with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
-            for part in answer.iter_raw():
-                if not raw:
-                    engine.kill()
-                raw += part
-        *_, error, done = events(raw)
-        assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+        kill_engine_during_a_stream(server)
         assert server.http.get("/livez").status_code == 200
 
         def is_back() -> bool:
             if server.http.get("/ready").status_code != 503:
                 return True
-            refused = server.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
-            if refused.status_code != 200:
-                assert refused.json()["error"]["code"] == "engine_dead"
-                assert int(refused.headers["retry-after"]) >= 1
+            rejected = server.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
+            if rejected.status_code != 200:
+                assert rejected.json()["error"]["code"] == "engine_dead"
+                assert int(rejected.headers["retry-after"]) >= 1
             return False
 
         server.wait_for(is_back)
@@ -78,15 +83,7 @@ def test_a_server_whose_engine_cannot_be_restarted_exits_with_70(
 ) -> None:
     patched(monkeypatch, "process.RESTARTS_MAX = 0")
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS) as server:
-        (engine,) = engines(server)
-        raw = b""
-        with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
-            for part in answer.iter_raw():
-                if not raw:
-                    engine.kill()
-                raw += part
-        *_, error, done = events(raw)
-        assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+        kill_engine_during_a_stream(server)
         assert server.process.wait(timeout=END_S) == 70
         assert "restarted 0 times, which is the limit" in server.log.read_text("utf-8")
 
@@ -116,8 +113,8 @@ def test_the_engine_process_ignores_signals_for_the_server(tmp_path: Path) -> No
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
         raw = b""
-        with server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 500}) as answer:
-            for part in answer.iter_raw():
+        with server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 500}) as response:
+            for part in response.iter_raw():
                 if not raw:
                     for each in processes:
                         os.kill(each.pid, signal.SIGTERM)

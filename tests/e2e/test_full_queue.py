@@ -1,4 +1,4 @@
-"""Refusals before the body is read: a full queue, and bodies that exceed their budget."""
+"""Rejections before the body is read: a full queue, and bodies that exceed their budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer_of(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
         return status, headers, json.loads(file.read(int(headers["content-length"])))
 
 
-def test_a_refusal_comes_before_the_body(tmp_path: Path) -> None:
+def test_a_full_queue_is_reported_before_the_body(tmp_path: Path) -> None:
     """While one request runs and one waits, a head alone gets a 429.
 
     When both have ended, a request on the same connection gets a 200.
@@ -43,7 +43,7 @@ def test_a_refusal_comes_before_the_body(tmp_path: Path) -> None:
         server.until("vllm:num_requests_running", 1)
         stack.enter_context(waiting := ask(server, COMPLETIONS, body))
         server.until("vllm:num_requests_waiting", 1)
-        refused = stack.enter_context(connect(server))
+        rejected = stack.enter_context(connect(server))
         for path in (COMPLETIONS, "/v1/chat/completions", "/v1/embeddings"):
             with connect(server) as other:
                 other.sendall(head(server, path, 1000))
@@ -51,15 +51,15 @@ def test_a_refusal_comes_before_the_body(tmp_path: Path) -> None:
             assert (status, error["error"]["code"]) == (429, "server_overloaded")
             assert error["error"]["type"] == "rate_limit_error"
             assert int(headers["retry-after"]) >= 1
-        refused.sendall(head(server, COMPLETIONS, len(short)))
-        assert answer_of(refused)[0] == 429
+        rejected.sendall(head(server, COMPLETIONS, len(short)))
+        assert answer_of(rejected)[0] == 429
         running.close()
         waiting.close()
         server.wait_idle()
-        refused.sendall(short)  # the refused request's body, which is dropped
-        refused.sendall(head(server, COMPLETIONS, len(short)) + short)
-        status, _, answer = answer_of(refused)
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+        rejected.sendall(short)  # the refused request's body, which is dropped
+        rejected.sendall(head(server, COMPLETIONS, len(short)) + short)
+        status, _, response = answer_of(rejected)
+        assert (status, response["usage"]["completion_tokens"]) == (200, 1)
         with connect(server) as other:
             other.sendall(head(server, COMPLETIONS, BUDGET + 1))
             status, headers, error = answer_of(other)

@@ -93,10 +93,10 @@ def test_a_slow_head_and_a_slow_body_end(impatient: Server) -> None:
         for part in parts:
             connections.append(stack.enter_context(connected(impatient)))
             connections[-1].sendall(part)
-        *silent, answer = map(all_of, connections)
+        *silent, reply = map(all_of, connections)
     assert silent == [b"", b""]
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"did not arrive within 3 seconds" in answer
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 3 seconds" in reply
 
 
 def send_endlessly(connection: socket.socket) -> None:
@@ -104,7 +104,7 @@ def send_endlessly(connection: socket.socket) -> None:
         connection.sendall(b"x" * 65536)
 
 
-def test_a_refused_endless_body_is_cut_off(impatient: Server) -> None:
+def test_a_rejected_endless_body_is_cut_off(impatient: Server) -> None:
     with connected(impatient) as connection:
         connection.sendall(head(impatient, f"Content-Length: {2**40}"))
         assert connection.recv(12) == b"HTTP/1.1 413"
@@ -112,14 +112,14 @@ def test_a_refused_endless_body_is_cut_off(impatient: Server) -> None:
             send_endlessly(connection)
 
 
-def test_headers_are_bounded(server: Server) -> None:
+def test_too_many_or_too_long_headers_are_rejected(server: Server) -> None:
     with connected(server) as connection:
         connection.sendall(head(server, "X: " + "x" * 40_000, "Content-Length: 0"))
         assert connection.recv(12) == b"HTTP/1.1 431"
 
 
-def test_a_connection_stays_usable_after_a_refused_large_body(server: Server) -> None:
-    """The client sends all of the body, reads the refusal, and sends another request."""
+def test_a_connection_stays_usable_after_a_rejected_large_body(server: Server) -> None:
+    """The client sends all of the body, reads the error, and sends another request."""
     with connected(server) as connection:
         connection.sendall(head(server, f"Content-Length: {27 * MIB}") + b"x" * (27 * MIB))
         assert connection.recv(12) == b"HTTP/1.1 413"
@@ -131,15 +131,15 @@ def test_bodies_together_are_bounded(server: Server) -> None:
     held = head(server, "Content-Length: 150000") + b'{"p'
     with connected(server) as first:
         first.sendall(held)
-        answers: list[httpx.Response] = []
+        responses: list[httpx.Response] = []
 
         def is_refused() -> bool:
-            answers.append(server.http.post("/v1/completions", content=b"x" * 50_001))
-            return answers[-1].status_code != 400
+            responses.append(server.http.post("/v1/completions", content=b"x" * 50_001))
+            return responses[-1].status_code != 400
 
         server.wait_for(is_refused)  # once the server has read the first client's head
-        assert (answers[-1].status_code, answers[-1].headers["retry-after"]) == (429, "1")
-        assert answers[-1].json()["error"]["code"] == "server_overloaded"
+        assert (responses[-1].status_code, responses[-1].headers["retry-after"]) == (429, "1")
+        assert responses[-1].json()["error"]["code"] == "server_overloaded"
 
     def is_accepted() -> bool:
         status = server.http.post("/v1/completions", content=b"x" * 50_001).status_code
@@ -149,7 +149,7 @@ def test_bodies_together_are_bounded(server: Server) -> None:
     server.wait_for(is_accepted)  # once the server has noticed that the first client left
 
 
-def test_rates(tmp_path: Path) -> None:
+def test_requests_per_key_are_limited_by_number_and_rate(tmp_path: Path) -> None:
     flags = ("--max-requests-per-minute-per-key", "3", "--num-kv-cells", "65536")
     flags += ("--max-concurrent-requests-per-key", "1", "--served-model-name", "m")
     with serving(tmp_path, str(long_model(tmp_path)), *flags, key="one,two") as server:

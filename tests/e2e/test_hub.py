@@ -1,4 +1,4 @@
-"""Models by Hugging Face id: `huggingface_hub` in a process of its own against a fake Hub."""
+"""Models by Hugging Face id: `huggingface_hub` in a separate process against a fake Hub."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_shards_are_fetched_with_their_index(shell: Shell) -> None:
     }
 
 
-def test_one_gguf_of_several(shell: Shell) -> None:
+def test_one_gguf_of_several_is_pulled(shell: Shell) -> None:
     done = shell.run("pull", "hf.co/acme/quants:q8_0")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).name == "quants-Q8_0.gguf"
@@ -158,7 +158,7 @@ def test_one_gguf_of_several(shell: Shell) -> None:
         (("acme/-x",), "no model 'acme/-x'"),
     ],
 )
-def test_a_refusal_of_the_hub_is_reported(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
+def test_an_error_of_the_hub_is_reported(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
     assert words in shell.fails("pull", *arguments)
     assert not any(name.endswith((".safetensors", ".gguf", ".bin")) for name in shell.files())
 

@@ -25,11 +25,11 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_keys(locked: Server) -> None:
+def test_every_key_is_accepted_and_no_other(locked: Server) -> None:
     for key in ("secret-1", "secret-2"):
         client = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=key)
-        answer = client.completions.create(model="second", prompt="Hello", max_tokens=2)
-        assert answer.model == "second"
+        response = client.completions.create(model="second", prompt="Hello", max_tokens=2)
+        assert response.model == "second"
         assert [card.id for card in client.models.list()] == ["first", "second"]
     without_key = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="EMPTY", max_retries=0)
     with pytest.raises(openai.AuthenticationError) as caught:
@@ -37,10 +37,10 @@ def test_keys(locked: Server) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
-def test_strict_fields(locked: Server) -> None:
+def test_strict_fields_reject_an_unknown_field(locked: Server) -> None:
     body = {"prompt": "Hello", "frobnicate": 1}
-    answer = locked.http.post("/v1/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "frobnicate")
+    response = locked.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "frobnicate")
 
 
 def test_the_log_has_no_keys(locked: Server) -> None:
@@ -96,8 +96,8 @@ def test_sequence_ids_are_shared(shared: Server) -> None:
             stack.enter_context(send(shared, COMPLETIONS, {**LONG, "n": 8}))
         shared.until("vllm:num_requests_running", 8)
         before = shared.metric("vllm:num_preemptions_total")
-        answer = one_token(shared)
-        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 1)
+        response = one_token(shared)
+        assert (response.status_code, response.json()["usage"]["completion_tokens"]) == (200, 1)
         assert shared.metric("vllm:num_preemptions_total") == before + 1
         assert shared.metric("vllm:request_success_total", finished_reason="length") >= 1
     shared.wait_idle()
@@ -111,8 +111,8 @@ def test_the_queue_is_shared(shared: Server) -> None:
         shared.until("vllm:num_requests_running", 8)
         shared.until("vllm:num_requests_waiting", 12)  # of 16
         more = [(EMBEDDINGS, {"input": [[5, 6, 7]] * 64}), (COMPLETIONS, LONG)] * 3
-        refused = [stack.enter_context(send(shared, path, body)) for path, body in more]
-        assert {status_of(connection) for connection in refused} == {429}
+        rejected = [stack.enter_context(send(shared, path, body)) for path, body in more]
+        assert {status_of(connection) for connection in rejected} == {429}
         assert one_token(shared).status_code == 200
         embedded = shared.http.post(EMBEDDINGS, json={"input": [[5, 6]]}, headers=OTHER)
         assert embedded.status_code == 200
@@ -156,8 +156,8 @@ def test_a_key_has_no_access_to_prompts_and_ids_of_another(shared: Server) -> No
         assert status_of(connection) == 200
         again = {"prompt": [5], "max_tokens": 1, "request_id": "open"}
         assert shared.http.post(COMPLETIONS, json=again).status_code == 400
-        answer = shared.http.post(COMPLETIONS, json=again, headers=OTHER)
-        assert (answer.status_code, answer.json()["id"]) == (200, "cmpl-open")
+        response = shared.http.post(COMPLETIONS, json=again, headers=OTHER)
+        assert (response.status_code, response.json()["id"]) == (200, "cmpl-open")
         (choice,) = shared.http.get("/v1/requests/cmpl-open/timeline").json()["choices"]
         assert not choice["is_over"]
     shared.wait_idle()

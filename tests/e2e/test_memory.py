@@ -37,8 +37,8 @@ def test_the_smollm2_server_stays_under_600_mb(smollm2_process: psutil.Process, 
         "ignore_eos": True,
     }
     for _ in range(2):
-        answer = httpx.post(f"{smollm2_server}/v1/completions", json=body, timeout=None)
-        assert answer.json()["usage"]["total_tokens"] == 1532
+        response = httpx.post(f"{smollm2_server}/v1/completions", json=body, timeout=None)
+        assert response.json()["usage"]["total_tokens"] == 1532
     rss = smollm2_process.memory_info().rss
     print(f"RSS {rss / 1e6:.0f} MB")
     assert rss < 600e6

@@ -26,8 +26,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for firsts, max_tokens in ([10], 4), ([10], 1), ([200, 300], N_OUTPUT):
             prompts = [[first + i for i in range(N_PROMPT)] for first in firsts]
             body = {"prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-            answer = server.http.post("/v1/completions", json=body)
-            assert answer.json()["usage"]["completion_tokens"] == len(firsts) * max_tokens, answer.text
+            response = server.http.post("/v1/completions", json=body)
+            assert response.json()["usage"]["completion_tokens"] == len(firsts) * max_tokens, response.text
         yield server
 
 
@@ -100,13 +100,13 @@ def test_the_labels_are_the_model_name_and_the_engine(loaded: Server) -> None:
 def test_every_metric_of_the_dashboard_is_served(loaded: Server) -> None:
     """configs/grafana.json uses only names and labels that are served, and nearly all of them."""
     board = json.loads((ROOT / "configs" / "grafana.json").read_text("utf-8"))
-    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    asked.append(board["templating"]["list"][1]["query"]["query"])
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    expressions.append(board["templating"]["list"][1]["query"]["query"])
     text = loaded.http.get("/metrics").text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     labels = {sample.name: sample.labels.keys() for sample in samples}
     drawn = set()
-    for expression in asked:
+    for expression in expressions:
         names = re.findall(r"\b(?:vllm:|llaisys:|http_|process_)\w+", expression)
         assert names, expression
         assert set(names) <= labels.keys(), expression

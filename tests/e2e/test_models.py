@@ -47,8 +47,8 @@ def greedy(server: Server, model: str) -> tuple[str, str]:
         "logprobs": 0,
         "ignore_eos": True,
     }
-    answer = server.http.post("/v1/completions", json={**body, "model": model}).json()
-    return answer["model"], answer["choices"][0]["text"]
+    response = server.http.post("/v1/completions", json={**body, "model": model}).json()
+    return response["model"], response["choices"][0]["text"]
 
 
 def expected(model: str) -> str:
@@ -67,8 +67,8 @@ def test_both_are_listed_before_the_second_is_loaded(server: Server, client: ope
 def test_many_first_requests_of_a_model_load_it_once(server: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
         names = ["llama", "qwen2"] * 4
-        answers = list(pool.map(lambda name: greedy(server, name), names))
-    assert answers == [(name, expected(name)) for name in names]
+        responses = list(pool.map(lambda name: greedy(server, name), names))
+    assert responses == [(name, expected(name)) for name in names]
     # Once, and once more for each time that it was unloaded.
     text = server.log.read_text("utf-8")
     assert text.count("KV cache: 256 cells") - text.count("unloaded llama") in (0, 1)

@@ -1,4 +1,4 @@
-"""The official client against a server: every call that is served, and every refusal."""
+"""The official client against a server: every supported call, and every error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def greedy(**more: Any) -> dict[str, Any]:
     return {"model": "tiny", "temperature": 0, "max_tokens": 12, **more}
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert card.id == "tiny"
     assert client.models.retrieve("tiny").id == "tiny"
@@ -26,14 +26,14 @@ def test_models(client: openai.OpenAI) -> None:
     assert card.model_extra["max_model_len"] == 65536
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(messages=MESSAGES, **greedy())
-    (choice,) = answer.choices
+def test_a_chat_has_a_message_and_its_usage(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(messages=MESSAGES, **greedy())
+    (choice,) = reply.choices
     assert choice.message.role == "assistant"
     assert choice.message.content
     assert choice.finish_reason in ("stop", "length")
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
 def cached(usage: CompletionUsage | None) -> int | None:
@@ -103,9 +103,9 @@ def test_chat_stream_equals_chat(client: openai.OpenAI) -> None:
 
 
 def test_greedy_tokens_have_the_best_logprob(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(messages=MESSAGES, **greedy(logprobs=True, top_logprobs=2))
-    assert answer.choices[0].logprobs is not None
-    for entry in answer.choices[0].logprobs.content or []:
+    reply = client.chat.completions.create(messages=MESSAGES, **greedy(logprobs=True, top_logprobs=2))
+    assert reply.choices[0].logprobs is not None
+    for entry in reply.choices[0].logprobs.content or []:
         assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
 
 
@@ -119,7 +119,7 @@ def test_equal_seeds_give_equal_texts(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_prompts_of_completions(client: openai.OpenAI) -> None:
+def test_every_form_of_prompt_is_completed(client: openai.OpenAI) -> None:
     one = client.completions.create(prompt="Hello", **greedy())
     many = client.completions.create(prompt=["Hello", "There", "Hello"], **greedy())
     assert [choice.index for choice in many.choices] == [0, 1, 2]
@@ -156,23 +156,23 @@ def test_a_stop_string_is_cut_off_and_named(client: openai.OpenAI) -> None:
     assert cut.choices[0].model_extra["stop_reason"] == stop
 
 
-def test_lengths(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
+def test_max_completion_tokens_ends_a_completion(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=3, extra_body={"ignore_eos": True, "top_k": 5}
     )
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 3
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 3
 
 
-def test_continuing_a_message(client: openai.OpenAI) -> None:
+def test_a_message_is_continued_without_a_generation_prompt(client: openai.OpenAI) -> None:
     said: list[ChatCompletionMessageParam] = [*MESSAGES, {"role": "assistant", "content": "I am"}]
     body = {"continue_final_message": True}
-    answer = client.chat.completions.create(messages=said, extra_body=body, **greedy())
+    reply = client.chat.completions.create(messages=said, extra_body=body, **greedy())
     fresh = client.chat.completions.create(messages=said, **greedy())
-    assert answer.usage is not None
+    assert reply.usage is not None
     assert fresh.usage is not None
-    assert answer.usage.prompt_tokens < fresh.usage.prompt_tokens
+    assert reply.usage.prompt_tokens < fresh.usage.prompt_tokens
 
 
 def test_ignored_fields_are_named(client: openai.OpenAI) -> None:
@@ -214,7 +214,7 @@ def test_bad_requests_name_the_field(
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_request_beyond_the_context_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
+def test_a_request_beyond_the_context_is_rejected_with_both_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt=[5] * 10, max_tokens=65536)
     assert caught.value.code == "context_length_exceeded"
@@ -226,7 +226,7 @@ def test_token_ids_are_checked(client: openai.OpenAI) -> None:
         client.completions.create(model="tiny", prompt=[5, 70_000])
 
 
-def test_unknown_model(client: openai.OpenAI) -> None:
+def test_an_unknown_model_is_a_not_found_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-7", messages=MESSAGES)
     assert caught.value.code == "model_not_found"
@@ -235,7 +235,7 @@ def test_unknown_model(client: openai.OpenAI) -> None:
 
 
 def test_a_full_queue_is_a_rate_limit(client: openai.OpenAI, tiny: Server) -> None:
-    """One request runs and four may wait: five more are refused, and none of them stays."""
+    """One request runs and four may wait: five more are rejected, and none of them stays."""
     body = {"model": "tiny", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
     with client.completions.create(prompt="Hello", stream=True, **body) as stream:
         next(iter(stream))

@@ -36,7 +36,7 @@ def calls(server: Server) -> dict[str, dict[str, Any]]:
     return {each["call"]: each for each in seen}
 
 
-def test_models(calls: dict[str, dict[str, Any]]) -> None:
+def test_the_served_model_is_listed(calls: dict[str, dict[str, Any]]) -> None:
     assert calls["models.list"]["ids"] == ["tiny"]
     assert calls["models.retrieve"]["id"] == "tiny"
 
@@ -54,12 +54,12 @@ def test_completions_equal_the_python_clients(server: Server, calls: dict[str, d
         assert calls["chat"]["usage"][part] == calls["chat stream"]["usage"][part] > 0
 
 
-def test_completions(calls: dict[str, dict[str, Any]]) -> None:
+def test_a_streamed_completion_equals_the_whole_one(calls: dict[str, dict[str, Any]]) -> None:
     assert all(calls["completions"]["texts"])
     assert calls["completions"]["texts"] == calls["completions stream"]["texts"]
 
 
-def test_tools_and_structured_outputs(calls: dict[str, dict[str, Any]]) -> None:
+def test_tool_calls_and_structured_outputs_are_valid_json(calls: dict[str, dict[str, Any]]) -> None:
     (call,) = calls["tools"]["calls"]
     assert call["name"] == "set_light"
     assert json.loads(call["arguments"])["on"] in (True, False)
@@ -67,7 +67,7 @@ def test_tools_and_structured_outputs(calls: dict[str, dict[str, Any]]) -> None:
     assert json.loads(calls["structured"]["content"])["light"] in ("on", "off")
 
 
-def test_embeddings(calls: dict[str, dict[str, Any]]) -> None:
+def test_embeddings_have_length_one_and_a_base64_default(calls: dict[str, dict[str, Any]]) -> None:
     vectors = np.array(calls["embeddings float"]["vectors"])
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-6
     # The default asks for base64 of float32, which the client decodes.

@@ -30,24 +30,24 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def test_curl(smollm2_server: str) -> None:
+def test_the_curl_example_runs(smollm2_server: str) -> None:
     command = block("sh", "curl").replace(LOCAL, smollm2_server)
-    answer = json.loads(run(["bash", "-c", command.replace("curl", "curl -sS", 1)]))
-    assert "gravity" in answer["choices"][0]["message"]["content"].lower()
+    response = json.loads(run(["bash", "-c", command.replace("curl", "curl -sS", 1)]))
+    assert "gravity" in response["choices"][0]["message"]["content"].lower()
 
 
-def test_openai_client(smollm2_server: str) -> None:
+def test_the_openai_client_example_runs(smollm2_server: str) -> None:
     program = block("python", "OpenAI").replace(LOCAL, smollm2_server)
     assert "gravity" in run([sys.executable, "-c", program]).lower()
 
 
-def test_offline() -> None:
+def test_the_offline_example_runs() -> None:
     lines = run([sys.executable, "-c", block("python", "LLM(")]).splitlines()
     assert len(lines) == 3
     assert all(" -> " in line for line in lines[:2])
 
 
-def test_shell_generate() -> None:
+def test_the_shell_example_runs() -> None:
     line = next(line for line in block("sh", "llaisys generate").splitlines() if " generate " in line)
     words = line.replace(".venv/bin/llaisys", f"{sys.executable} -m llaisys")
     assert run(["bash", "-c", words]).strip()

@@ -1,7 +1,7 @@
-"""Who may send requests, on a real socket of a server with two keys.
+"""Access checks on a real socket of a server with two keys.
 
-The refusal of a request depends only on its head: Host, then Origin, then the key, then the size. Each kind
-of route is requested in every variant; `tests/unit/server/test_hosts.py` requests all routes of the server.
+A request is rejected by its head alone: by Host, then Origin, then the key, then the size. Each kind of route
+is requested in every variant; `tests/unit/server/test_hosts.py` requests all routes of the server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Header = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -102,23 +102,23 @@ def address(server: Server) -> tuple[str, int]:
     return host, int(port)
 
 
-def ask(
+def send_request(
     server: Server, row: Row, *headers: Header, host: str | None = "", target: str = "", declared: int = -1
-) -> Answer:
-    """Send a raw request. `host`: "" stands for the right one, None for no Host header."""
-    place = address(server)
+) -> Response:
+    """Send a raw request. `host`: "" sends the server's own, None no Host header."""
+    endpoint = address(server)
     lines = [f"{row.method} {target or row.path} HTTP/1.1"]
-    lines += [] if host is None else [f"Host: {host or f'{place[0]}:{place[1]}'}"]
+    lines += [] if host is None else [f"Host: {host or f'{endpoint[0]}:{endpoint[1]}'}"]
     lines += [f"{name}: {value}" for name, value in headers]
     lines += ["Content-Type: application/json"] if row.body else []
     lines += [f"Content-Length: {len(row.body) if declared < 0 else declared}", "Connection: close", "", ""]
-    with socket.create_connection(place, timeout=END_S) as line:
+    with socket.create_connection(endpoint, timeout=END_S) as line:
         line.sendall("\r\n".join(lines).encode("latin-1") + row.body)
         raw = b"".join(iter(partial(line.recv, 65536), b""))
     head, _, body = raw.partition(b"\r\n\r\n")
     status, *fields = head.decode("latin-1").split("\r\n")
     found = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
-    return Answer(int(status.split()[1]), found, body)
+    return Response(int(status.split()[1]), found, body)
 
 
 def key(value: str) -> Header:
@@ -145,42 +145,44 @@ BAD_KEYS: list[tuple[Header, ...]] = [
 ]
 
 
-def refusal(answer: Answer, status: int, row: Row) -> None:
-    assert answer.status == status, (row.id, answer)
-    assert CANARY.encode() not in answer.body
-    assert CANARY not in str(answer.headers)
-    assert "access-control-allow-origin" not in answer.headers
+def check_rejected(response: Response, status: int, row: Row) -> None:
+    assert response.status == status, (row.id, response)
+    assert CANARY.encode() not in response.body
+    assert CANARY not in str(response.headers)
+    assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
-def test_no_key_bad_key_good_key(server: Server, row: Row) -> None:
+def test_a_route_needs_a_valid_key_unless_it_is_open(server: Server, row: Row) -> None:
     for headers in BAD_KEYS:
-        answer = ask(server, row, *headers)
+        response = send_request(server, row, *headers)
         if row.open:
-            assert answer.status in row.good
+            assert response.status in row.good
         else:
-            refusal(answer, 401, row)
-            assert answer.headers["www-authenticate"] == "Bearer"
+            check_rejected(response, 401, row)
+            assert response.headers["www-authenticate"] == "Bearer"
     if not row.open:
-        refusal(ask(server, row, target=f"{row.path}?api_key={GOOD}&key={GOOD}"), 401, row)
+        check_rejected(send_request(server, row, target=f"{row.path}?api_key={GOOD}&key={GOOD}"), 401, row)
     for headers in ((key(GOOD),), (key(OTHER),), (("authorization", f"bearer {GOOD}  "),)):
-        answer = ask(server, row, *headers)
-        assert answer.status in row.good, (row.id, answer)
+        response = send_request(server, row, *headers)
+        assert response.status in row.good, (row.id, response)
 
 
 @pytest.mark.parametrize("row", OTHERS, ids=[row.id for row in OTHERS])
 def test_unknown_requests_and_other_spellings_need_a_key(server: Server, row: Row) -> None:
-    refusal(ask(server, row), 401, row)
+    check_rejected(send_request(server, row), 401, row)
     if row.path not in PROBES:
-        refusal(ask(server, row, key(GOOD), host=EVIL), 400, row)
-    refusal(ask(server, row, key(GOOD), ("Origin", f"http://{EVIL}")), 403, row)
-    assert ask(server, row, key(GOOD)).status in row.good
+        check_rejected(send_request(server, row, key(GOOD), host=EVIL), 400, row)
+    check_rejected(send_request(server, row, key(GOOD), ("Origin", f"http://{EVIL}")), 403, row)
+    assert send_request(server, row, key(GOOD)).status in row.good
     if row.method == "OPTIONS":
-        refusal(ask(server, row, ("Access-Control-Request-Method", "POST"), key(GOOD)), 405, row)
+        check_rejected(
+            send_request(server, row, ("Access-Control-Request-Method", "POST"), key(GOOD)), 405, row
+        )
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
-def test_hosts(server: Server, row: Row) -> None:
+def test_only_names_of_the_server_are_accepted_as_host(server: Server, row: Row) -> None:
     host, port = address(server)
     wrong = [
         EVIL,
@@ -196,35 +198,35 @@ def test_hosts(server: Server, row: Row) -> None:
         f"{host}:{port}, {EVIL}",
     ]
     for value in wrong:
-        answer = ask(server, row, key(GOOD), host=value)
+        response = send_request(server, row, key(GOOD), host=value)
         if row.path in PROBES:
-            assert answer.status in row.good or answer.status == 405
+            assert response.status in row.good or response.status == 405
         else:
-            refusal(answer, 400, row)
+            check_rejected(response, 400, row)
     for value in (f"{host}:{port}", f"localhost:{port}", f"[::1]:{port}", "LocalHost"):
-        assert ask(server, row, key(GOOD), host=value).status in row.good
+        assert send_request(server, row, key(GOOD), host=value).status in row.good
 
 
-def test_a_missing_empty_or_repeated_host_is_refused(server: Server) -> None:
+def test_a_missing_empty_or_repeated_host_is_rejected(server: Server) -> None:
     host, port = address(server)
     row = Row("GET", "/v1/models", (200,))
-    refusal(ask(server, row, key(GOOD), host=None), 400, row)
-    refusal(ask(server, row, key(GOOD), host=" "), 400, row)
+    check_rejected(send_request(server, row, key(GOOD), host=None), 400, row)
+    check_rejected(send_request(server, row, key(GOOD), host=" "), 400, row)
     for second in (EVIL, f"{host}:{port}"):
-        refusal(ask(server, row, key(GOOD), ("Host", second)), 400, row)
+        check_rejected(send_request(server, row, key(GOOD), ("Host", second)), 400, row)
 
 
 def test_an_absolute_target_reveals_nothing(server: Server) -> None:
     row = Row("GET", "/v1/models", (404,))
     for host in (EVIL, f"{address(server)[0]}:{address(server)[1]}"):
         target = f"http://{host}/v1/models"
-        refusal(ask(server, row, target=target), 401, row)
-        assert ask(server, row, key(GOOD), target=target).status == 404
-        refusal(ask(server, row, key(GOOD), target=target, host=EVIL), 400, row)
+        check_rejected(send_request(server, row, target=target), 401, row)
+        assert send_request(server, row, key(GOOD), target=target).status == 404
+        check_rejected(send_request(server, row, key(GOOD), target=target, host=EVIL), 400, row)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
-def test_origins(server: Server, row: Row) -> None:
+def test_only_the_servers_own_origin_is_accepted(server: Server, row: Row) -> None:
     host, port = address(server)
     for origin in (
         f"http://{EVIL}",
@@ -236,51 +238,54 @@ def test_origins(server: Server, row: Row) -> None:
         f"http://{EVIL}#{host}:{port}",
         f"file://{host}:{port}",
     ):
-        refusal(ask(server, row, key(GOOD), ("Origin", origin)), 403, row)
-    refusal(ask(server, row, key(GOOD), ("Origin", server.url), ("Origin", server.url)), 403, row)
-    refusal(ask(server, row, key(GOOD), ("Sec-Fetch-Site", "cross-site")), 403, row)
-    rebound = ask(server, row, key(GOOD), ("Origin", f"http://{EVIL}"), host=EVIL)
-    refusal(rebound, 403 if row.path in PROBES else 400, row)
-    assert ask(server, row, key(GOOD), ("Origin", server.url)).status in row.good
+        check_rejected(send_request(server, row, key(GOOD), ("Origin", origin)), 403, row)
+    check_rejected(
+        send_request(server, row, key(GOOD), ("Origin", server.url), ("Origin", server.url)), 403, row
+    )
+    check_rejected(send_request(server, row, key(GOOD), ("Sec-Fetch-Site", "cross-site")), 403, row)
+    rebound = send_request(server, row, key(GOOD), ("Origin", f"http://{EVIL}"), host=EVIL)
+    check_rejected(rebound, 403 if row.path in PROBES else 400, row)
+    assert send_request(server, row, key(GOOD), ("Origin", server.url)).status in row.good
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
-def test_websockets_are_refused(server: Server, row: Row) -> None:
+def test_websockets_are_rejected(server: Server, row: Row) -> None:
     upgrade = (("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "eA=="))
     for headers in ((), (key(GOOD),)):
-        answer = ask(server, row, *upgrade, *headers)
-        assert answer.status == 400, (row.id, answer)
+        response = send_request(server, row, *upgrade, *headers)
+        assert response.status == 400, (row.id, response)
 
 
-def test_a_body_over_the_limit(server: Server) -> None:
-    refusal(ask(server, LARGE, declared=LIMIT + 1), 401, LARGE)
-    refusal(ask(server, LARGE, key(GOOD), declared=LIMIT + 1), 413, LARGE)
-    refusal(ask(server, LARGE, key(GOOD), declared=LIMIT + 1, host=EVIL), 400, LARGE)
-    refusal(ask(server, LARGE, key(GOOD), ("Origin", "null"), declared=LIMIT + 1), 403, LARGE)
+def test_a_body_over_the_limit_is_rejected_by_its_declared_length(server: Server) -> None:
+    check_rejected(send_request(server, LARGE, declared=LIMIT + 1), 401, LARGE)
+    check_rejected(send_request(server, LARGE, key(GOOD), declared=LIMIT + 1), 413, LARGE)
+    check_rejected(send_request(server, LARGE, key(GOOD), declared=LIMIT + 1, host=EVIL), 400, LARGE)
+    check_rejected(send_request(server, LARGE, key(GOOD), ("Origin", "null"), declared=LIMIT + 1), 403, LARGE)
     chunked = Row("POST", "/v1/completions", (413,), b"%x\r\n" % (LIMIT + 1) + b"x" * (LIMIT + 1))
     for headers, status in (((), 401), ((key(GOOD),), 413)):
-        place = address(server)
-        head = [f"POST /v1/completions HTTP/1.1\r\nHost: {place[0]}:{place[1]}\r\nTransfer-Encoding: chunked"]
+        endpoint = address(server)
+        head = ["POST /v1/completions HTTP/1.1", f"Host: {endpoint[0]}:{endpoint[1]}"]
+        head += ["Transfer-Encoding: chunked"]
         head += ["Content-Type: application/json", *(f"{name}: {value}" for name, value in headers)]
-        with socket.create_connection(place, timeout=END_S) as line:
+        with socket.create_connection(endpoint, timeout=END_S) as line:
             line.sendall("\r\n".join([*head, "", ""]).encode() + chunked.body)
             assert int(line.recv(12).split()[1]) == status
 
 
 def test_only_its_own_key_cancels_a_request(server: Server) -> None:
     body = {"prompt": "Hi", "max_tokens": 8_000, "ignore_eos": True, "stream": True, "request_id": "held"}
-    place = Row("POST", "/v1/requests/cmpl-held/cancel", (200,))
-    with server.http.stream("POST", "/v1/completions", json=body) as answer:
-        chunks = answer.iter_raw()
+    endpoint = Row("POST", "/v1/requests/cmpl-held/cancel", (200,))
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        chunks = response.iter_raw()
         raw = next(chunks)
-        assert ask(server, place, key(OTHER)).status == 404
-        assert ask(server, place).status == 401
-        assert ask(server, place, key(GOOD)).status == 200
+        assert send_request(server, endpoint, key(OTHER)).status == 404
+        assert send_request(server, endpoint).status == 401
+        assert send_request(server, endpoint, key(GOOD)).status == 200
         assert (raw + b"".join(chunks)).endswith(b"data: [DONE]\n\n")
 
 
 def test_prompts_and_keys_are_not_in_errors_metrics_or_the_log(server: Server) -> None:
-    """The canary is in prompts, keys, headers and refused fields.
+    """The canary is in prompts, keys, headers and rejected fields.
 
     An error response may show the short value of a field with fixed values (a role, a type); the log may not.
     """
@@ -301,11 +306,11 @@ def test_prompts_and_keys_are_not_in_errors_metrics_or_the_log(server: Server) -
         CHAT.replace(b'"max_tokens": 1', b'"response_format": {"type": "' + CANARY.encode() + b'"}'),
     ]
     for body in shown:
-        ask(server, Row("POST", "/v1/chat/completions", (), body), *odd)
+        send_request(server, Row("POST", "/v1/chat/completions", (), body), *odd)
     for body in bodies:
-        answer = ask(server, Row("POST", "/v1/chat/completions", (), body), *odd)
-        if answer.status != 200:
-            assert CANARY.encode() not in answer.body, (body[:200], answer.body)
+        response = send_request(server, Row("POST", "/v1/chat/completions", (), body), *odd)
+        if response.status != 200:
+            assert CANARY.encode() not in response.body, (body[:200], response.body)
     metrics = server.http.get("/metrics").text
     assert "llaisys" in metrics
     assert CANARY not in metrics
@@ -323,6 +328,6 @@ def test_no_request_was_a_server_error(server: Server) -> None:
 def test_a_server_without_keys_checks_hosts_and_origins(tiny: Server) -> None:
     for row in (Row("GET", "/v1/models", (200,)), Row("GET", "/nothing", (404,))):
         for headers in ((), (key("wrong"),)):
-            assert ask(tiny, row, *headers).status in row.good
-        assert ask(tiny, row, host=EVIL).status == 400
-        assert ask(tiny, row, ("Origin", f"http://{EVIL}")).status == 403
+            assert send_request(tiny, row, *headers).status in row.good
+        assert send_request(tiny, row, host=EVIL).status == 400
+        assert send_request(tiny, row, ("Origin", f"http://{EVIL}")).status == 403

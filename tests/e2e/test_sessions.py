@@ -35,8 +35,8 @@ def test_sessions_cancel_and_timeline(tmp_path: Path, flags: tuple[str, ...]) ->
             "request_id": "x",
         }
         raw = b""
-        with http.stream("POST", "/v1/completions", json=long) as answer:
-            for part in answer.iter_raw():
+        with http.stream("POST", "/v1/completions", json=long) as response:
+            for part in response.iter_raw():
                 if not raw:
                     assert http.post("/v1/requests/cmpl-x/cancel", headers=other).status_code == 404
                     assert http.post("/v1/requests/cmpl-x/cancel").json()["status"] == "cancelled"

@@ -21,7 +21,7 @@ LONG = {"prompt": "Hello", "max_tokens": 30_000, "ignore_eos": True}
 FLAGS = ("--num-kv-cells", "65536", "--max-num-seqs", "2", "--dtype", "float32")
 
 
-def refused(*arguments: str, **env: str) -> str:
+def rejected(*arguments: str, **env: str) -> str:
     """Return the error of a start that fails with exit code 1 and without a traceback."""
     done = subprocess.run(
         [*COMMAND, "serve", *arguments], capture_output=True, text=True, env=environment(**env), timeout=END_S
@@ -31,28 +31,28 @@ def refused(*arguments: str, **env: str) -> str:
     return done.stderr
 
 
-def test_a_taken_port() -> None:
+def test_a_taken_port_is_reported_with_the_flag_to_change() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        message = refused(MODEL, "--port", port)
+        message = rejected(MODEL, "--port", port)
     assert f"port {port} of 127.0.0.1 is taken" in message
     assert "--port" in message
 
 
-def test_an_exposed_server_without_a_key() -> None:
-    message = refused(MODEL, "--host", "0.0.0.0", "--port", "0")
+def test_an_exposed_server_needs_a_key() -> None:
+    message = rejected(MODEL, "--host", "0.0.0.0", "--port", "0")
     assert "0.0.0.0" in message
     assert "LLAISYS_API_KEY" in message
 
 
-def test_a_missing_model(tmp_path: Path) -> None:
-    assert "nothing-here" in refused(str(tmp_path / "nothing-here"), "--port", "0")
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert "nothing-here" in rejected(str(tmp_path / "nothing-here"), "--port", "0")
 
 
 def test_an_invalid_setting_is_named(tmp_path: Path) -> None:
-    assert "max_num_seqs" in refused(MODEL, LLAISYS_MAX_NUM_SEQS="none")
+    assert "max_num_seqs" in rejected(MODEL, LLAISYS_MAX_NUM_SEQS="none")
     (tmp_path / "config.yaml").write_text("max_num_sqs: 3\n")
-    assert "max_num_sqs" in refused(MODEL, "--config", str(tmp_path / "config.yaml"))
+    assert "max_num_sqs" in rejected(MODEL, "--config", str(tmp_path / "config.yaml"))
 
 
 class Reader(Thread):
@@ -60,15 +60,15 @@ class Reader(Thread):
 
     def __init__(self, server: Server, body: dict[str, Any]) -> None:
         super().__init__()
-        self.answer = httpx.Response(599)
+        self.response = httpx.Response(599)
         self.raw = b""
         self.has_begun = Event()
         self._server = server
         self._body = body
 
     def run(self) -> None:
-        with self._server.http.stream("POST", "/v1/completions", json=self._body) as self.answer:
-            for part in self.answer.iter_raw():
+        with self._server.http.stream("POST", "/v1/completions", json=self._body) as self.response:
+            for part in self.response.iter_raw():
                 self.raw += part
                 self.has_begun.set()
 
@@ -91,7 +91,7 @@ def test_a_signal_ends_every_request_properly(tmp_path: Path, number: int) -> No
     assert found[-1] == "[DONE]"
     assert found[-2]["error"]["code"] == "shutting_down"
     for reader in (running, waiting, waiting_stream):
-        assert reader.answer.status_code == 503
+        assert reader.response.status_code == 503
         assert b"shutting_down" in reader.raw
 
 

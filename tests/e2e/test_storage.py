@@ -35,7 +35,7 @@ def full_disk(server: Server) -> Iterator[None]:
 
 @pytest.mark.parametrize("flags", [(), ("--engine-process",)])
 def test_a_full_disk_fails_only_the_write(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """A limit on the size of files stands for a full disk: the system refuses the write."""
+    """A limit on the size of files simulates a full disk: the system rejects the write."""
     chat_store, session_store = tmp_path / "chats.db", tmp_path / "sessions"
     stores = ("--chat-store", str(chat_store), "--session-store", str(session_store))
     with serving(tmp_path, MODEL, "--dtype", "float32", *stores, *flags) as server:
@@ -46,12 +46,12 @@ def test_a_full_disk_fails_only_the_write(tmp_path: Path, flags: tuple[str, ...]
         assert http.put("/v1/chats/one", json={"base": 0, "chat": {}}).status_code == 200
         large = {"base": 1, "chat": {"text": "x" * 4 * SPARE_BYTES}}
         with full_disk(server):
-            for code, status, refused in (
+            for code, status, rejected in (
                 ("storage_full", 507, http.post("/v1/sessions/chat/save", json={"file": "f"})),
                 ("storage_error", 500, http.put("/v1/chats/one", json=large)),
             ):
-                assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
-                assert str(tmp_path) not in refused.text
+                assert (rejected.status_code, rejected.json()["error"]["code"]) == (status, code)
+                assert str(tmp_path) not in rejected.text
             assert http.get("/v1/chats/one").json()["revision"] == 1
             assert http.post("/v1/completions", json=body).status_code == 200
         (folder,) = session_store.iterdir()

@@ -146,7 +146,7 @@ CASES: dict[str, dict[str, list[dict[str, Any]]]] = {
         "best_of": [{"best_of": 1}],
     },
 }
-# They cannot be streamed, and are refused.
+# They cannot be streamed, and are rejected.
 NOT_STREAMED = {"prompt_logprobs": {"prompt_logprobs": 1}}
 PAIRS = [
     pytest.param(path, body, id=f"{path.split('/')[2]}-{field}-{i}")
@@ -198,14 +198,14 @@ def join(made: dict[str, Any], news: dict[str, Any]) -> None:
             made[name] = made[name] + value if name in made else value
 
 
-def as_stream(answer: dict[str, Any]) -> dict[str, Any]:
+def as_stream(response: dict[str, Any]) -> dict[str, Any]:
     """Return a whole response in the form of `collected`."""
     made: dict[str, Any] = {
-        "usage": answer["usage"],
-        "prompt_token_ids": answer.get("prompt_token_ids"),
+        "usage": response["usage"],
+        "prompt_token_ids": response.get("prompt_token_ids"),
         "choices": {},
     }
-    for choice in answer["choices"]:
+    for choice in response["choices"]:
         parts: dict[str, Any] = {}
         message = dict(choice.get("message", {}))
         calls = message.pop("tool_calls", None) or []
@@ -220,13 +220,13 @@ def as_stream(answer: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     """Remove what differs between equal requests: the ids of tool calls, and the cached tokens."""
-    for choice in answer["choices"].values():
+    for choice in response["choices"].values():
         for call in choice["parts"].get("tool_calls", {}).values():
             assert call.pop("id")
-    answer["usage"].pop("prompt_tokens_details")
-    return answer
+    response["usage"].pop("prompt_tokens_details")
+    return response
 
 
 @pytest.mark.parametrize(
@@ -239,11 +239,11 @@ def test_every_field_has_a_case(path: str, fields: Any) -> None:
 
 @pytest.mark.parametrize(("path", "body"), PAIRS)
 def test_a_stream_equals_the_whole_response(wide: Server, path: str, body: dict[str, Any]) -> None:
-    asked = {**BASES[path], **SAMPLED, **SHOWN[path], **body}
+    request_body = {**BASES[path], **SAMPLED, **SHOWN[path], **body}
     options = {"include_usage": True, **body.get("stream_options", {})}
-    whole = wide.http.post(path, json={**asked, "stream_options": None})
+    whole = wide.http.post(path, json={**request_body, "stream_options": None})
     assert whole.status_code == 200, whole.text
-    raw = read_at_random(wide, path, {**asked, "stream": True, "stream_options": options}, SEED)
+    raw = read_at_random(wide, path, {**request_body, "stream": True, "stream_options": options}, SEED)
     assert without_ids(collected(chunks(raw))) == without_ids(as_stream(whole.json()))
 
 
@@ -257,11 +257,11 @@ def test_a_chosen_text_arrives_unchanged(wide: Server, path: str, text: str) -> 
     assert made["end"] == "stop"
 
 
-def test_fields_that_cannot_be_streamed_are_refused(wide: Server) -> None:
+def test_fields_that_cannot_be_streamed_are_rejected(wide: Server) -> None:
     for path in (CHAT, COMPLETIONS):
         for field, body in NOT_STREAMED.items():
-            answer = wide.http.post(path, json={**BASES[path], **body, "stream": True})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+            response = wide.http.post(path, json={**BASES[path], **body, "stream": True})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
 def test_many_streams_never_cross(wide: Server) -> None:
@@ -278,7 +278,7 @@ def test_many_streams_never_cross(wide: Server) -> None:
         ]
         frames = [chunks(stream.result()) for stream in streams]
     assert len({frame[0]["id"] for frame in frames}) == N_CONCURRENT
-    assert len({json.dumps(answer["choices"]) for answer in alone}) == N_CONCURRENT, (
+    assert len({json.dumps(response["choices"]) for response in alone}) == N_CONCURRENT, (
         "equal completions would hide a mix-up"
     )
     for whole, got in zip(alone, frames, strict=True):

@@ -41,42 +41,51 @@ def api(smollm2: Server) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def asked_for(seed: int, **fields: Any) -> dict[str, Any]:
+def schema_request(seed: int, **fields: Any) -> dict[str, Any]:
     """Return a request for a record with the schema of this seed."""
     format = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema(seed)}}
-    asked = {"model": "smollm2", "messages": CHAT, "seed": seed, "max_tokens": 96, "response_format": format}
-    return {**asked, **fields}
+    request_body = {
+        "model": "smollm2",
+        "messages": CHAT,
+        "seed": seed,
+        "max_tokens": 96,
+        "response_format": format,
+    }
+    return {**request_body, **fields}
 
 
-async def test_two_hundred_schemas(smollm2: Server) -> None:
+async def test_completions_of_two_hundred_schemas_are_valid(smollm2: Server) -> None:
     """All run at the same time: every completion that stops is valid, and nearly all stop."""
     base_url = f"{smollm2.url}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", max_retries=0, timeout=None) as client:
         given = await asyncio.gather(
-            *(client.chat.completions.create(**asked_for(seed, temperature=0.8)) for seed in range(N_SCHEMAS))
+            *(
+                client.chat.completions.create(**schema_request(seed, temperature=0.8))
+                for seed in range(N_SCHEMAS)
+            )
         )
-    answers = [each.choices[0] for each in given]
-    ended = [seed for seed, answer in enumerate(answers) if answer.finish_reason == "stop"]
+    responses = [each.choices[0] for each in given]
+    ended = [seed for seed, response in enumerate(responses) if response.finish_reason == "stop"]
     for seed in ended:
-        jsonschema.validate(json.loads(answers[seed].message.content), schema(seed))
+        jsonschema.validate(json.loads(responses[seed].message.content), schema(seed))
     assert len(ended) >= 0.9 * N_SCHEMAS
-    assert {answer.finish_reason for answer in answers} <= {"stop", "length"}
+    assert {response.finish_reason for response in responses} <= {"stop", "length"}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_streamed_record_equals_the_whole_one(api: openai.OpenAI, seed: int) -> None:
-    asked = asked_for(seed)
-    whole = api.chat.completions.create(**asked).choices[0]
+    request_body = schema_request(seed)
+    whole = api.chat.completions.create(**request_body).choices[0]
     assert whole.finish_reason == "stop"
     jsonschema.validate(json.loads(whole.message.content or ""), schema(seed))
-    stream = api.chat.completions.create(**asked, stream=True)
+    stream = api.chat.completions.create(**request_body, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
 
 
-def test_completions_with_a_choice(api: openai.OpenAI) -> None:
+def test_a_completion_is_one_of_the_given_choices(api: openai.OpenAI) -> None:
     extra = {"structured_outputs": {"choice": ["blue", "red"]}}
-    answer = api.completions.create(model="smollm2", prompt=["The sky is", "Blood is"], extra_body=extra)
-    assert all(choice.text in ("blue", "red") for choice in answer.choices)
+    response = api.completions.create(model="smollm2", prompt=["The sky is", "Blood is"], extra_body=extra)
+    assert all(choice.text in ("blue", "red") for choice in response.choices)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -107,16 +116,16 @@ PROPERTIES: Any = {"type": "object", "properties": {f"p{i}": {} for i in range(2
 def test_a_hostile_grammar_is_a_400_that_names_its_field(
     smollm2: Server, fields: dict[str, Any], field: str, says: str
 ) -> None:
-    answer = smollm2.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 8, **fields})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, field)
+    response = smollm2.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 8, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
     assert field in error["message"]
     assert says in error["message"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_color"}}])
-def test_a_required_tool_call(api: openai.OpenAI, choice: Any) -> None:
-    asked: Any = {
+def test_a_required_tool_call_is_valid_and_streams_alike(api: openai.OpenAI, choice: Any) -> None:
+    request_body: Any = {
         "model": "smollm2",
         "messages": CHAT,
         "tools": [TOOL],
@@ -125,12 +134,12 @@ def test_a_required_tool_call(api: openai.OpenAI, choice: Any) -> None:
         "max_tokens": 64,
         "seed": 1,
     }
-    whole = api.chat.completions.create(**asked).choices[0]
+    whole = api.chat.completions.create(**request_body).choices[0]
     assert whole.finish_reason == "tool_calls"
     (call,) = whole.message.tool_calls or []
     assert call.type == "function"
     assert json.loads(call.function.arguments)["color"] in ("red", "green")
-    pieces = [c.choices[0].delta.tool_calls for c in api.chat.completions.create(**asked, stream=True)]
+    pieces = [c.choices[0].delta.tool_calls for c in api.chat.completions.create(**request_body, stream=True)]
     functions = [piece.function for calls in pieces for piece in calls or [] if piece.function]
     assert functions[0].name == call.function.name
     assert "".join(function.arguments or "" for function in functions) == call.function.arguments
@@ -138,13 +147,17 @@ def test_a_required_tool_call(api: openai.OpenAI, choice: Any) -> None:
 
 def test_fields_that_allow_no_token_are_named(smollm2: Server) -> None:
     """At the first token, and later during a stream."""
-    asked: Any = {"prompt": "Hello", "structured_outputs": {"regex": "a"}, "bad_words": ["a"]}
-    answer = smollm2.http.post("/v1/completions", json=asked)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, "structured_outputs", "invalid_value")
+    request_body: Any = {"prompt": "Hello", "structured_outputs": {"regex": "a"}, "bad_words": ["a"]}
+    response = smollm2.http.post("/v1/completions", json=request_body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (
+        400,
+        "structured_outputs",
+        "invalid_value",
+    )
     assert "structured_outputs and bad_words leave no token after 0 tokens" in error["message"]
-    asked |= {"structured_outputs": {"regex": "[0-9][0-9]x"}, "bad_words": ["x"], "stream": True}
-    *frames, error, done = events(smollm2.http.post("/v1/completions", json=asked).content)
+    request_body |= {"structured_outputs": {"regex": "[0-9][0-9]x"}, "bad_words": ["x"], "stream": True}
+    *frames, error, done = events(smollm2.http.post("/v1/completions", json=request_body).content)
     assert "".join(frame["choices"][0]["text"] for frame in frames).isdigit()
     assert (error["error"]["code"], error["error"]["param"]) == ("invalid_value", "structured_outputs")
     assert done == "[DONE]"

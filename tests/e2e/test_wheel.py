@@ -76,7 +76,7 @@ def test_one_wheel_for_every_python_and_every_linux_since_2018(wheel: Path) -> N
     assert newest <= 28, f"the core asks for glibc 2.{newest}"
 
 
-def test_it_generates(python: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_generates(python: Path, tmp_path: Path) -> None:
     file, text = json.loads(run(str(python), "-c", GENERATE, cwd=tmp_path).splitlines()[-1])
     assert Path(file).is_relative_to(python.parents[1])
     assert text.startswith(" Paris")

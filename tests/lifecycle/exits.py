@@ -61,11 +61,11 @@ def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
     llm.generate("Hello", SamplingParams(max_tokens=2))
     if work == "streaming":
 
-        def answer() -> None:
+        def completion() -> None:
             with contextlib.suppress(EngineDeadError):
                 llm.generate("Hello", LONG)
 
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=completion, daemon=True).start()
         block_until(lambda: llm._client.stats().num_running > 0)
     end(how, llm.close, lambda: llm.generate("Hello", SamplingParams(max_tokens=2)))
 
@@ -81,7 +81,7 @@ async def asynchronous(how: str, settings: dict[str, Any]) -> None:
         print("waiting", flush=True)
         await asyncio.Event().wait()
     # A forked process must not close the event loop, which shares its selector with the parent.
-    end(how, client.close, lambda: client.submit(None), os._exit)  # type: ignore[arg-type]  # refused before it is used
+    end(how, client.close, lambda: client.submit(None), os._exit)  # type: ignore[arg-type]  # rejected before it is used
 
 
 def main() -> None:

@@ -54,14 +54,14 @@ def test_the_outputs_equal_those_of_an_engine_in_this_process() -> None:
         SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=12, stop=["a"]),
     ]
     asks = [(prompt, each) for prompt in load_golden().prompts for each in params]
-    answers = []
+    completions = []
     for engine_process in (False, True):
         with LLM(**SETTINGS, engine_process=engine_process) as llm:
             outputs = llm.generate([prompt for prompt, _ in asks], [each for _, each in asks])
         # Cached tokens and queue times depend on the state at the arrival.
-        answers.append([replace(output, num_cached_tokens=0, queued_s=0.0) for output in outputs])
-    assert answers[0] == answers[1]
-    assert answers[1][0].outputs[0].token_ids == load_golden().greedy[0]
+        completions.append([replace(output, num_cached_tokens=0, queued_s=0.0) for output in outputs])
+    assert completions[0] == completions[1]
+    assert completions[1][0].outputs[0].token_ids == load_golden().greedy[0]
 
 
 async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None:

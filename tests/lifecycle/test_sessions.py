@@ -1,6 +1,6 @@
 """Sessions with the real core through the public API.
 
-A restored session gives the same bits as before its save, and a damaged file is refused.
+A restored session gives the same bits as before its save, and a damaged file is rejected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ async def started(store: Path | None = None, **settings: Any) -> AsyncIterator[A
         await service.close()
 
 
-async def answer(service: AsyncLLM, name: str, prompt: list[int], **more: Any) -> tuple[list[int], Any, int]:
+async def completion(
+    service: AsyncLLM, name: str, prompt: list[int], **more: Any
+) -> tuple[list[int], Any, int]:
     """Return ids, logprobs (compared bit for bit) and the number of cached tokens."""
     ids: list[int] = []
     logprobs: list[Any] = []
@@ -65,12 +67,12 @@ def the_file(store: Path) -> Path:
 
 async def test_the_second_turn_computes_only_what_is_new() -> None:
     async with started() as service:
-        ids, _, _ = await answer(service, "a", PROMPT, session_id="chat")
+        ids, _, _ = await completion(service, "a", PROMPT, session_id="chat")
         assert await service.sessions.list() == [SessionInfo("chat", 109, 109, 109)]
         for i in range(12):
-            await answer(service, f"flood {i}", [i + 1] * 60)
+            await completion(service, f"flood {i}", [i + 1] * 60)
         turn = [*PROMPT, *ids, 5, 6, 7]
-        warm = await answer(service, "b", turn, session_id="chat")
+        warm = await completion(service, "b", turn, session_id="chat")
         assert warm[2] == 109
         assert service._client is not None
         before = service._client.stats()
@@ -81,17 +83,17 @@ async def test_the_second_turn_computes_only_what_is_new() -> None:
         assert (await service.sessions.trim("branch", 9)).num_tokens == 9
         assert (await service.sessions.delete("branch")).name == "branch"
     async with started(enable_prefix_caching=False) as service:
-        assert warm[:2] == (await answer(service, "b", turn))[:2]
+        assert warm[:2] == (await completion(service, "b", turn))[:2]
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_a_restored_session_continues_with_the_same_bits(tmp_path: Path, engine_process: bool) -> None:
     async with started(tmp_path, engine_process=engine_process) as service:
-        ids, _, _ = await answer(service, "a", PROMPT, session_id="chat", client_id="me")
+        ids, _, _ = await completion(service, "a", PROMPT, session_id="chat", client_id="me")
         saved = await service.sessions.save("chat", "file", client_id="me")
         assert saved == SessionInfo("chat", 109, 109, 109)
         turn = [*PROMPT, *ids, 5, 6, 7]
-        want = await answer(service, "b", turn, session_id="chat", client_id="me")
+        want = await completion(service, "b", turn, session_id="chat", client_id="me")
         with pytest.raises(RejectedError, match="no saved session 'file'"):
             await service.sessions.restore("file", "chat", client_id="you")
         with pytest.raises(RejectedError, match="no session 'other'"):
@@ -99,7 +101,7 @@ async def test_a_restored_session_continues_with_the_same_bits(tmp_path: Path, e
     async with started(tmp_path, engine_process=engine_process, num_kv_streams=2) as service:
         restoring = asyncio.create_task(service.sessions.restore("file", "again", client_id="me"))
         await asyncio.sleep(0)
-        got = await answer(service, "b", turn, session_id="again", client_id="me")
+        got = await completion(service, "b", turn, session_id="again", client_id="me")
         assert (await restoring).num_tokens == 109
         assert got == want
         assert got[2] == 109, "the request waited for the restore"
@@ -107,7 +109,7 @@ async def test_a_restored_session_continues_with_the_same_bits(tmp_path: Path, e
 
 async def test_no_damaged_or_foreign_file_is_restored_and_nothing_leaks(tmp_path: Path) -> None:
     async with started(tmp_path) as service:
-        await answer(service, "a", PROMPT, session_id="chat")
+        await completion(service, "a", PROMPT, session_id="chat")
         await service.sessions.save("chat", "file")
     file = the_file(tmp_path)
     raw = file.read_bytes()
@@ -125,7 +127,7 @@ async def test_no_damaged_or_foreign_file_is_restored_and_nothing_leaks(tmp_path
             file.write_bytes(damaged)
             with pytest.raises((RejectedError, UnsupportedError), match="saved session 'file'"):
                 await service.sessions.restore("file", "chat")
-        await answer(service, "b", [3], client_id="x")
+        await completion(service, "b", [3], client_id="x")
         assert await service.sessions.list() == []
         stats = service._client.stats()
         assert (stats.kv_cells_used, stats.kv_cells_free) == (0, 512 - 20), "those of the request"
@@ -147,10 +149,10 @@ async def test_a_session_request_in_progress_ends_with_its_engine(
 
     monkeypatch.setattr(SessionWriter, "open", slow)
     async with started(tmp_path) as service:
-        await answer(service, "a", PROMPT, session_id="chat")
+        await completion(service, "a", PROMPT, session_id="chat")
         saving = asyncio.create_task(service.sessions.save("chat", "file"))
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
-        assert (await answer(service, "b", PROMPT))[2] == 89, "other requests run meanwhile"
+        assert (await completion(service, "b", PROMPT))[2] == 89, "other requests run meanwhile"
         assert service._client is not None
         closing = asyncio.create_task(asyncio.to_thread(service._client.close))
         with pytest.raises(EngineDeadError, match="shutting down"):
@@ -181,9 +183,9 @@ async def test_session_requests_end_with_their_engine_and_are_bounded(
         results = await asyncio.gather(
             *(service.sessions.list() for _ in range(n_many)), return_exceptions=True
         )
-        refused = [result for result in results if isinstance(result, BaseException)]
-        assert all(isinstance(error, ExhaustedError) for error in refused)
-        assert len(refused) < n_many
+        rejected = [result for result in results if isinstance(result, BaseException)]
+        assert all(isinstance(error, ExhaustedError) for error in rejected)
+        assert len(rejected) < n_many
         assert [SessionInfo("a", 0, 0, 0)] in results
         assert service._client is not None
         service._client.close()

@@ -50,38 +50,39 @@ class Watch:
         self.ends: Counter[str] = Counter()
         self.lag_steps: Counter[int] = Counter()
         self.n_seq_free = 0
-        self._asked_at: dict[str, int] = {}
-        build, step, cancel, ask = build_engine, LLMEngine.step, LLMEngine.cancel, EngineClient.cancel
+        self._requested_at: dict[str, int] = {}
+        build, step, cancel = build_engine, LLMEngine.step, LLMEngine.cancel
+        request_cancel = EngineClient.cancel
 
-        def built(*arguments: Any) -> LLMEngine:
+        def build_recorded(*arguments: Any) -> LLMEngine:
             self.engine = build(*arguments)
             return self.engine
 
-        def asked(client: EngineClient, request_id: str, index: int | None = None) -> None:
-            ask(client, request_id, index)
+        def request_recorded(client: EngineClient, request_id: str, index: int | None = None) -> None:
+            request_cancel(client, request_id, index)
             if self.engine is not None:  # it is in the inbox, or already handled
-                self._asked_at.setdefault(request_id, self.engine._stats.num_steps)
+                self._requested_at.setdefault(request_id, self.engine._stats.num_steps)
 
-        def cancelled(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
+        def cancel_recorded(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
             cancel(engine, request_id, index)
             assert all(each.request_id != request_id for each in engine.requests.running)
             assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
             n_steps = engine._stats.num_steps
-            self.lag_steps[n_steps - self._asked_at.get(request_id, n_steps)] += 1
+            self.lag_steps[n_steps - self._requested_at.get(request_id, n_steps)] += 1
 
-        def stepped(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
+        def step_recorded(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
             outputs = step(engine, now_s)
             self.ends.update(output.request_id for output in outputs if output.last)
             self.n_seq_free = engine._worker.n_seq_free
             return outputs
 
-        monkeypatch.setattr("llaisys.engine.start.build_engine", built)
-        monkeypatch.setattr(LLMEngine, "step", stepped)
-        monkeypatch.setattr(LLMEngine, "cancel", cancelled)
-        monkeypatch.setattr(EngineClient, "cancel", asked)
+        monkeypatch.setattr("llaisys.engine.start.build_engine", build_recorded)
+        monkeypatch.setattr(LLMEngine, "step", step_recorded)
+        monkeypatch.setattr(LLMEngine, "cancel", cancel_recorded)
+        monkeypatch.setattr(EngineClient, "cancel", request_recorded)
 
 
-def asks() -> list[tuple[list[int], SamplingParams]]:
+def random_requests() -> list[tuple[list[int], SamplingParams]]:
     """Return 100 requests: prompts of 1 to 40 tokens, shared prefixes, greedy and sampled."""
     chance = random.Random(SEED)
     prompts = [list(prompt) for prompt in load_golden().prompts]
@@ -95,29 +96,31 @@ def asks() -> list[tuple[list[int], SamplingParams]]:
     return made
 
 
-async def answer(service: AsyncLLM, ask: tuple[list[int], SamplingParams], name: str) -> list[int]:
-    return [i async for delta in service.generate(*ask, name) for i in delta.outputs[0].token_ids]
+async def completion(service: AsyncLLM, prompt: list[int], params: SamplingParams, name: str) -> list[int]:
+    return [i async for delta in service.generate(prompt, params, name) for i in delta.outputs[0].token_ids]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # twenty seconds on two quiet cores
 @pytest.mark.parametrize("form", ["thread", "process"])
-async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+async def test_an_abort_storm_leaks_nothing_and_changes_no_output(
+    monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
     n_requests = N_REQUESTS if form == "thread" else N_REQUESTS // 10
     watch = Watch(monkeypatch)
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=form == "process"))
-    asked, chance = asks(), random.Random(SEED)
-    reference = [await answer(service, ask, f"alone-{i}") for i, ask in enumerate(asked)]
+    requests, chance = random_requests(), random.Random(SEED)
+    reference = [await completion(service, *request, f"alone-{i}") for i, request in enumerate(requests)]
     gc.collect()  # objects of earlier tests are closed now, not between the two counts
     before = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
     outcomes: Counter[str] = Counter()
     names = iter(range(n_requests))
-    given_up = set(chance.sample(range(n_requests), int(ABORTED * n_requests)))
+    canceled = set(chance.sample(range(n_requests), int(ABORTED * n_requests)))
 
-    async def one(i: int) -> None:
-        which = chance.randrange(len(asked))
-        task = asyncio.create_task(answer(service, asked[which], f"{i}"))
-        if i in given_up:
+    async def run_request(i: int) -> None:
+        which = chance.randrange(len(requests))
+        task = asyncio.create_task(completion(service, *requests[which], f"{i}"))
+        if i in canceled:
             for _ in range(chance.randrange(60)):  # in the queue, in a prefill, in decoding
                 await asyncio.sleep(0)
             if chance.random() < 0.2:
@@ -128,18 +131,18 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
             assert isinstance(result, (list, asyncio.CancelledError)), result
             if isinstance(result, list):
                 assert result == reference[which][: len(result)], f"seed {SEED}, request {i}"
-            outcomes["given up"] += 1
+            outcomes["canceled"] += 1
         else:
             assert await task == reference[which], f"seed {SEED}, request {i}"
             outcomes["whole"] += 1
 
     async def client() -> None:
         for i in names:
-            await one(i)
+            await run_request(i)
 
     await asyncio.gather(*(client() for _ in range(N_AT_ONCE)))
-    assert outcomes == {"given up": len(given_up), "whole": n_requests - len(given_up)}
-    await answer(service, asked[0], "last")  # every cancel is handled before it ends
+    assert outcomes == {"canceled": len(canceled), "whole": n_requests - len(canceled)}
+    await completion(service, *requests[0], "last")  # every cancel is handled before it ends
     assert service._collectors == {}
     assert not service._processor._requests
     assert service._client is not None
