@@ -68,7 +68,7 @@ def in_kernel(connection: socket.socket) -> int:
     return n_bytes
 
 
-def servers_end(connection: socket.socket) -> bool:
+def is_open_on_the_server(connection: socket.socket) -> bool:
     """Return whether the kernel still has the server's end of this connection."""
     mine, theirs = (f":{name[1]:04X}" for name in (connection.getsockname(), connection.getpeername()))
     rows = (line.split() for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:])
@@ -89,7 +89,7 @@ def test_a_large_unread_response_is_dropped(tmp_path: Path) -> None:
         n_files = server.metric("process_open_fds")
         with ask(server, COMPLETIONS, body, receive_bytes=RECEIVE_BYTES) as idle:
             server.until("vllm:request_success_total", 2, finished_reason="length")
-            server.wait_for(lambda: not servers_end(idle))
+            server.wait_for(lambda: not is_open_on_the_server(idle))
             server.until("process_open_fds", n_files)
             assert server.metric("llaisys:kv_cells", state="used") == 0
             got = b""

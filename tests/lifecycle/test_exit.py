@@ -43,7 +43,7 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("work", "how"), [(work, how) for work, hows in WAYS.items() for how in hows])
-def test_a_program_ends(model: str, work: str, how: str) -> None:
+def test_a_program_exits_cleanly(model: str, work: str, how: str) -> None:
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),

@@ -58,13 +58,13 @@ async def stall_error_of(service: AsyncLLM) -> str:
 
 
 async def test_v3_steps_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, n_steps, step = threading.Event(), 0, LLMEngine.step
+    release, n_steps, step = threading.Event(), 0, LLMEngine.step
 
     def stops(engine: LLMEngine, now_s: float) -> Any:
         nonlocal n_steps
         n_steps += 1
         if n_steps == 20:
-            go.wait()
+            release.wait()
         return step(engine, now_s)
 
     monkeypatch.setattr(LLMEngine, "step", stops)
@@ -73,7 +73,7 @@ async def test_v3_steps_without_progress(monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         assert "V3" in await stall_error_of(service)
     finally:
-        go.set()
+        release.set()
 
 
 async def test_v2_no_request_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,25 +83,25 @@ async def test_v2_no_request_is_admitted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class LateReports(logging.Handler):
-    """Keep all reports of a late event loop, and set `said` at the first."""
+    """Keeps all reports of a late event loop, and sets `arrived` at the first."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said, self.reports = threading.Event(), list[str]()
+        self.arrived, self.reports = threading.Event(), list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.reports.append(record.getMessage())
-        self.said.set()
+        self.arrived.set()
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: bool) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=12.0, engine_process=engine_process))
-    heard, log = LateReports(), logging.getLogger("llaisys.engine.watchdog")
-    log.addHandler(heard)
+    late_reports, log = LateReports(), logging.getLogger("llaisys.engine.watchdog")
+    log.addHandler(late_reports)
     try:
         service.beat()
-        assert heard.said.wait(DEADLINE_S)  # blocks the event loop until it is reported
+        assert late_reports.arrived.wait(DEADLINE_S)  # blocks the event loop until it is reported
         service.beat()
         short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         outputs = []
@@ -112,11 +112,11 @@ async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: 
         assert service.is_alive()
         assert not service.is_stuck()
     finally:
-        log.removeHandler(heard)
+        log.removeHandler(late_reports)
         await service.close()
-    report = heard.reports[0]  # on a busy machine the loop may be late again
+    report = late_reports.reports[0]  # on a busy machine the loop may be late again
     assert report.startswith("the event loop is late: ")
-    assert "heard.said.wait(DEADLINE_S)" in report, "the stack shows what blocks it"
+    assert "late_reports.arrived.wait(DEADLINE_S)" in report, "the stack shows what blocks it"
 
 
 @pytest.mark.parametrize("engine_process", [False, True])

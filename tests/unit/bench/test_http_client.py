@@ -71,7 +71,7 @@ async def running(peer: Peer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def ask(peer: Peer, prompt: Any = "hello", **settings: Any) -> RequestRecord:
+async def record_of(peer: Peer, prompt: Any = "hello", **settings: Any) -> RequestRecord:
     record = RequestRecord(due_s=0.0)
     async with running(peer) as url:
         target = Target(base_url=url, model="m", **settings)
@@ -86,7 +86,7 @@ DONE = b"data: [DONE]\n\n"
 async def test_a_stream_split_at_any_position() -> None:
     raw = b"".join([b": ping\n\n", *text("a", "", "é"), frame({"choices": [], "usage": USAGE}), DONE])
     for size in (1, 2, 7, len(raw)):
-        record = await ask(Peer((200, [raw[i : i + size] for i in range(0, len(raw), size)])))
+        record = await record_of(Peer((200, [raw[i : i + size] for i in range(0, len(raw), size)])))
         assert record.error == ""
         assert record.text == "aé"
         assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (7, 5, 4)
@@ -96,7 +96,7 @@ async def test_a_stream_split_at_any_position() -> None:
 
 async def test_lines_that_end_with_cr_and_usage_in_the_last_chunk() -> None:
     last = {"choices": [{"text": "b", "finish_reason": "stop"}], "usage": USAGE}
-    record = await ask(
+    record = await record_of(
         Peer((200, [frame({"choices": [{"text": "a"}]}, "\r\n\r\n"), frame(last, "\r\n\r\n")]))
     )
     assert (record.error, record.text, record.output_tokens) == ("", "ab", 5)
@@ -110,7 +110,7 @@ async def test_reasoning_counts_as_a_token_and_a_role_does_not() -> None:
         frame({"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}], "usage": USAGE}),
     ]
     peer = Peer((200, parts))
-    record = await ask(
+    record = await record_of(
         peer, backend="openai-chat", headers={"authorization": "Bearer k"}, fields={"top_k": 1}
     )
     assert record.text == "hmyes"
@@ -135,7 +135,7 @@ async def test_reasoning_counts_as_a_token_and_a_role_does_not() -> None:
     ],
 )
 async def test_errors_are_in_the_record(status: int, parts: list[bytes], words: str) -> None:
-    record = await ask(Peer((status, parts)))
+    record = await record_of(Peer((status, parts)))
     assert words in record.error
     assert record.status == status
 

@@ -40,7 +40,7 @@ class BlockedApp:
         await send({"type": "http.response.body", "body": b""})
 
 
-def ask(gate: BodyLimitMiddleware, n_bytes: int, *, declared: bool) -> asyncio.Task[int]:
+def send_body(gate: BodyLimitMiddleware, n_bytes: int, *, declared: bool) -> asyncio.Task[int]:
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(n_bytes):
             yield b"x"
@@ -58,14 +58,14 @@ def ask(gate: BodyLimitMiddleware, n_bytes: int, *, declared: bool) -> asyncio.T
 async def test_bytes_of_all_bodies_are_bounded_until_their_requests_end(declared: bool) -> None:
     app = BlockedApp()
     gate = BodyLimitMiddleware(app, BodyLimits(bytes_max=60, bytes_in_flight=100, upload_s=30))
-    first, second = ask(gate, 60, declared=declared), ask(gate, 40, declared=declared)
+    first, second = send_body(gate, 60, declared=declared), send_body(gate, 40, declared=declared)
     for _ in range(2):
         await app.have_read.acquire()
-    assert await ask(gate, 1, declared=declared) == 429
-    assert await ask(gate, 61, declared=declared) == 413 if declared else 429
+    assert await send_body(gate, 1, declared=declared) == 429
+    assert await send_body(gate, 61, declared=declared) == (413 if declared else 429)
     app.go.set()
     assert (await first, await second) == (200, 200)
-    assert await ask(gate, 60, declared=declared) == 200
+    assert await send_body(gate, 60, declared=declared) == 200
     assert not gate._arrived
     assert not gate._unsent
 

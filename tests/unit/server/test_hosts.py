@@ -65,7 +65,7 @@ def is_open(method: str, path: str) -> bool:
     return path in OPEN and method in ("GET", "HEAD")
 
 
-def rejection(response: httpx.Response, status: int, code: str) -> None:
+def check_rejected(response: httpx.Response, status: int, code: str) -> None:
     assert response.status_code == status, response.request.url
     assert response.request.method == "HEAD" or response.json()["error"]["code"] == code
     assert "secret" not in response.text
@@ -90,10 +90,10 @@ async def test_every_path_except_probes_and_the_web_ui_needs_a_key(
             if is_open(method, path):
                 assert response.status_code == 200
             else:
-                rejection(response, 401, "invalid_api_key")
+                check_rejected(response, 401, "invalid_api_key")
                 assert response.headers["www-authenticate"] == "Bearer"
         if not is_open(method, path):
-            rejection(await locked.request(method, f"{path}?api_key=secret-1"), 401, "invalid_api_key")
+            check_rejected(await locked.request(method, f"{path}?api_key=secret-1"), 401, "invalid_api_key")
         assert (await locked.request(method, path, headers={"authorization": GOOD})).status_code != 401
 
 
@@ -105,7 +105,7 @@ async def test_every_path_except_probes_needs_a_host_of_the_server(
         if path in OPEN[:3]:
             assert response.status_code in (200, 405)
         else:
-            rejection(response, 400, "invalid_host")
+            check_rejected(response, 400, "invalid_host")
 
 
 async def test_every_path_rejects_foreign_origins_and_websockets(
@@ -114,11 +114,11 @@ async def test_every_path_rejects_foreign_origins_and_websockets(
     for method, path in requests:
         for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
             response = await locked.request(method, path, headers={**headers, "authorization": GOOD})
-            rejection(response, 403, "origin_not_allowed")
+            check_rejected(response, 403, "origin_not_allowed")
         same = {"origin": "http://127.0.0.1:8000", "authorization": GOOD}
         assert (await locked.request(method, path, headers=same)).status_code != 403
         upgrade = await locked.request(method, path, headers={"upgrade": "websocket", "authorization": GOOD})
-        rejection(upgrade, 400, "websocket_refused")
+        check_rejected(upgrade, 400, "websocket_refused")
 
 
 @pytest.mark.parametrize(
@@ -271,12 +271,12 @@ async def test_allowed_origins_get_cors_headers(engine: FakeService, make_client
     async with make_client(
         ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
     ) as client:
-        ask = {
+        preflight_headers = {
             "origin": "http://app.example",
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization, content-type, x-stainless-lang",
         }
-        preflight = await client.options("/v1/chat/completions", headers=ask)
+        preflight = await client.options("/v1/chat/completions", headers=preflight_headers)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "http://app.example"
         assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
