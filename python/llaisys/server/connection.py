@@ -217,7 +217,7 @@ class Connection(H11Protocol):
 
     - Input is parsed in pieces that `ParseQueue` bounds; rejected input gets a JSON error.
     - A request's head, and the rest of a rejected body, must arrive within `timeout_s`. uvicorn bounds only
-      the idle time after a response; a request in progress has its own bounds (`BodyLimitMiddleware`).
+      the idle time after a response. `BodyLimitMiddleware` bounds a request in progress.
     - A client that shuts down its sending side after a request gets the response (not with TLS, which has no
       such state). A closed connection looks the same until something is written to it. So after
       HALF_CLOSED_POLL_S without a response, `100 Continue` is written, which a connected client skips.

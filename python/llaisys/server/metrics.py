@@ -1,9 +1,8 @@
-"""GET /metrics: vLLM's names, labels and buckets, so that its dashboards work; other metrics as
-`llaisys:...`.
+"""GET /metrics: vLLM's names, labels and buckets, so that its dashboards work, and `llaisys:...` metrics.
 
-Nothing is counted twice. Engine stats are read from AsyncLLM's snapshot at each scrape; only rejections and
-HTTP responses, which the engine never sees, are counted here. vLLM's metrics of LoRA, speculative decoding,
-sleep and corrupted logits are absent, because these features are.
+Nothing is counted twice. Engine stats are read from AsyncLLM's snapshot at each scrape. Only rejections and
+HTTP responses are counted here, because the engine never sees them. vLLM's metrics of LoRA, speculative
+decoding, sleep and corrupted logits are absent, because LLAISYS does not have these features.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _usage(stats: ServiceStats) -> float:
 
 
 def _cells(stats: ServiceStats) -> dict[str, int]:
-    """Return the number of cells by state; `cached` cells belong to the prefix cache only."""
+    """Return the number of cells by state. `used` includes pins of sessions; `cached` can be evicted."""
     used, free = stats.engine.kv_cells_used, stats.engine.kv_cells_free
     return {"used": used, "cached": stats.engine.kv_cells - used - free, "free": free}
 
@@ -70,9 +69,13 @@ def _finished(stats: ServiceStats) -> dict[str, int]:
 
 # (name, help, value of a ServiceStats); counters are exposed with `_total`.
 GAUGES: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
-    ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.engine.num_running),
-    ("vllm:num_requests_waiting", "Requests waiting to run.", lambda s: s.engine.num_waiting),
-    ("vllm:kv_cache_usage_perc", "Share of KV cells in use by running requests, 0 to 1.", _usage),
+    ("vllm:num_requests_running", "Choices in the running batch.", lambda s: s.engine.num_running),
+    ("vllm:num_requests_waiting", "Choices waiting to run.", lambda s: s.engine.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of KV cells used by running requests or pinned by sessions, 0 to 1.",
+        _usage,
+    ),
     ("llaisys:seq_ids_free", "Sequence ids not in use.", lambda s: s.engine.seq_ids_free),
     (
         "llaisys:kv_cells_retained",
@@ -101,7 +104,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ),
     (
         "llaisys:invariant_violations",
-        "Violated invariants of an engine's KV cache: a bug.",
+        "Violated invariants of an engine, which are bugs.",
         lambda s: s.invariant_violations,
     ),
     ("llaisys:steps", "Steps of the engine.", lambda s: s.engine.num_steps),
