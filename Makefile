@@ -11,7 +11,7 @@ SUITE  ?=
 ARGS   ?=
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
-PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
+WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
 .PHONY: help setup build serve check test test-long test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
@@ -37,10 +37,10 @@ $(STAMPS)/core: $(RUST_SOURCES) pyproject.toml $(STAMPS)/python
 		|| { cat $(VENV)/build.log; exit 1; }
 	@touch $@
 
-$(STAMPS)/page: $(PAGE_SOURCES) | $(STAMPS)/tools
-	@scripts/build-page.sh && { test ! -e python/llaisys/webui/index.html || touch $@; }
+$(STAMPS)/webui: $(WEBUI_SOURCES) | $(STAMPS)/tools
+	@scripts/build-webui.sh && { test ! -e python/llaisys/webui/index.html || touch $@; }
 
-build: $(STAMPS)/core $(STAMPS)/page ## build the core, the package and the web UI, and install them in .venv
+build: $(STAMPS)/core $(STAMPS)/webui ## build the core, the package and the web UI, and install them in .venv
 
 model: build ## download the default model into the cache folder
 	@$(VENV)/bin/llaisys pull smollm2
@@ -163,7 +163,7 @@ $(STAMPS)/faults-core: $(RUST_SOURCES) $(STAMPS)/python
 	@mkdir -p $(VENV)/faults && cp $${CARGO_TARGET_DIR:-target}/debug/lib_core.so $(VENV)/faults/_core.abi3.so
 	@touch $@
 
-wheel: $(STAMPS)/python $(STAMPS)/page ## build one abi3 manylinux_2_28 wheel in dist/, with the web UI
+wheel: $(STAMPS)/python $(STAMPS)/webui ## build one abi3 manylinux_2_28 wheel in dist/, with the web UI
 	@scripts/wheel.sh $(VENV)/bin
 
 gpu-bundle: wheel model ## build wheel, parity tests and inputs for a bare machine with a GPU, in dist/gpu (docs/gpu.md)

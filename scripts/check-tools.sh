@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Print how to install each tool that a build needs and this machine lacks. Exit 1 if any is missing.
-# Node.js is optional: scripts/build-page.sh skips the web UI without it.
+# Node.js is optional: scripts/build-webui.sh skips the web UI without it.
 set -u
 missing=0
 

@@ -54,7 +54,7 @@ fuzz() { # target, CPU-seconds
 FRESH=1 fuzz canary 1
 [ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary did not crash: failures are not detected" >&2; exit 1; }
 {
-  echo "# make fuzz MINUTES=$minutes (of CPU time a target): AFL++; a run fails on a panic, a second, or an allocation"
+  echo "# make fuzz MINUTES=$minutes (CPU time per target): AFL++; a run fails on a panic, a run time over 1 s, or an allocation"
   echo "# of more than 4 times the input and 64 MiB. $(rustc --version), $(date -u +%F), $(uname -m), commit $(git rev-parse --short HEAD)"
   printf '%-12s %8s %12s %8s %8s %8s %8s\n' target cpu_s executions corpus edges crashes hangs
 } >"$results"

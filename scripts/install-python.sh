@@ -17,7 +17,7 @@ PY
 if ! "$python" -m pip install --quiet --disable-pip-version-check -c requirements.lock $wanted; then
   cat >&2 <<'MSG'
 llaisys: pip could not install the Python packages (see above).
-         If the network or the package index is not to be had here, point pip at a mirror
+         If the network or the package index is not available, point pip at a mirror
          (pip config set global.index-url URL) or a folder of wheels (PIP_FIND_LINKS=DIR PIP_NO_INDEX=1)
          and run the same make command again.
 MSG

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the release wheel into dist/ with the tools in $1: abi3, manylinux_2_28 (Zig's linker with the symbols of
-# glibc 2.28, whatever this machine has), the built page in it. Nothing to do if nothing has changed since.
+# glibc 2.28, whatever this machine has), with the built web UI. Keeps an existing wheel if nothing has changed since.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$1
@@ -10,7 +10,7 @@ if [ -n "$old" ] && [ -z "$(find crates python pyproject.toml Cargo.toml Cargo.l
   echo "$old"
   exit 0
 fi
-[ -f python/llaisys/webui/index.html ] || { echo "llaisys: the page is not built; run make build" >&2; exit 1; }
+[ -f python/llaisys/webui/index.html ] || { echo "llaisys: the web UI is not built; run make build" >&2; exit 1; }
 mkdir -p dist
 rm -f dist/*.whl
 # maturin finds Zig as the Python package `ziglang` of the first python3 in the path.

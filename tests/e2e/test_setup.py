@@ -74,7 +74,7 @@ def test_an_old_compiler_is_reported_with_advice(tmp_path: Path) -> None:
 def test_without_node_the_build_continues_and_reports_what_is_missing(
     tmp_path: Path, missing: str | None, stand_ins: dict[str, str], why: str
 ) -> None:
-    done = check(tmp_path, missing, "build-page.sh", **stand_ins)
+    done = check(tmp_path, missing, "build-webui.sh", **stand_ins)
     assert done.returncode == 0
     assert why in done.stderr
     assert "the API is served without it" in done.stderr
@@ -84,7 +84,7 @@ def test_without_node_the_build_continues_and_reports_what_is_missing(
 @pytest.mark.parametrize("version", ["20.19.0", "22.12.0", "24.1.0"])
 def test_with_node_the_web_ui_is_built(tmp_path: Path, version: str) -> None:
     calls = tmp_path / "calls"
-    done = check(tmp_path, None, "build-page.sh", node=f"echo v{version}", npm=f'echo "$*" >> {calls}')
+    done = check(tmp_path, None, "build-webui.sh", node=f"echo v{version}", npm=f'echo "$*" >> {calls}')
     assert (done.returncode, done.stderr) == (0, "")
     assert calls.read_text("utf-8").splitlines() == [
         "--prefix webui ci --silent --no-audit --no-fund",
@@ -93,7 +93,7 @@ def test_with_node_the_web_ui_is_built(tmp_path: Path, version: str) -> None:
 
 
 def test_a_failing_registry_is_reported_with_advice(tmp_path: Path) -> None:
-    done = check(tmp_path, None, "build-page.sh", npm="exit 1")
+    done = check(tmp_path, None, "build-webui.sh", npm="exit 1")
     assert done.returncode == 1
     assert "npm config get registry" in done.stderr
 
