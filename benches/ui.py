@@ -92,7 +92,7 @@ def one_run(browser: Browser, url: str) -> dict[str, Any]:
     )
     file = {"name": "long.json", "mimeType": "application/json", "buffer": long_chat().encode()}
     chat.page.locator("input[type=file]").set_input_files(file)
-    expect(chat.answer).to_contain_text(f"Message {LONG_CHAT - 1}.")
+    expect(chat.completion).to_contain_text(f"Message {LONG_CHAT - 1}.")
     chat.button("New chat").first.click()
     figures["open_long_chat_ms"] = chat.page.evaluate(
         """async (last) => {
@@ -110,7 +110,7 @@ def one_run(browser: Browser, url: str) -> dict[str, Any]:
     chat.page.evaluate(WATCH)
     before = busy(devtools.send("Performance.getMetrics"))
     chat.send("How is a tide table made?")
-    expect(chat.answer.locator(".usage")).to_contain_text("complete", timeout=120_000)
+    expect(chat.completion.locator(".usage")).to_contain_text("complete", timeout=120_000)
     after = busy(devtools.send("Performance.getMetrics"))
     streamed = chat.page.evaluate(
         "({ n: long.length, worst: Math.max(0, ...long), frames, s: (performance.now() - started) / 1000 })"

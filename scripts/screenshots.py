@@ -33,26 +33,26 @@ def shoot(chat: Chat, name: str) -> None:
     assert size <= BYTES_MAX, f"{path} has {size} bytes, {BYTES_MAX} is the limit"
 
 
-def ask(chat: Chat, question: str, max_tokens: int) -> None:
+def complete(chat: Chat, message: str, max_tokens: int) -> None:
     """Send a message and wait for its greedy completion."""
     chat.reach_server()
     chat.with_fields(temperature=0, max_tokens=max_tokens)
-    chat.send(question)
-    expect(chat.answer.locator(".usage")).to_be_visible(timeout=120_000)
+    chat.send(message)
+    expect(chat.completion.locator(".usage")).to_be_visible(timeout=120_000)
 
 
 def desktop(browser: Browser, server: Server) -> None:
     """Take screenshots of one conversation: light theme with the status panel, dark theme without."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     chat = Chat.open(context, server.url)
-    for question in OTHERS:
-        ask(chat, question, 24)
+    for message in OTHERS:
+        complete(chat, message, 24)
         chat.button("New chat").first.click()
     chat.menu("KV cache", "Pin")
-    for question in MAIN:
-        ask(chat, question, 230)
+    for message in MAIN:
+        complete(chat, message, 230)
     chat.button("Server status").click()
-    ask(chat, "Thank you. Which numbers come after 55 and 89?", 60)
+    complete(chat, "Thank you. Which numbers come after 55 and 89?", 60)
     expect(chat.page.get_by_role("complementary").locator("polyline").first).to_be_attached()
     shoot(chat, "light")
     chat.button("Server status").click()
@@ -67,7 +67,7 @@ def phone(browser: Browser, server: Server) -> None:
         viewport={"width": 390, "height": 780}, device_scale_factor=2, has_touch=True, is_mobile=True
     )
     chat = Chat.open(context, server.url)
-    ask(chat, "Explain how tides work, in a few sentences.", 120)
+    complete(chat, "Explain how tides work, in a few sentences.", 120)
     shoot(chat, "phone")
     context.close()
 

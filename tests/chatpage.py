@@ -43,7 +43,7 @@ SETTLED = """
 })
 """
 
-# Lets the test produce the stream of the next answer: `feed.text("...")`, `feed.end()`.
+# Lets the test produce the stream of the next completion: `feed.text("...")`, `feed.end()`.
 FEED = """
 (() => {
   const real = window.fetch;
@@ -117,27 +117,27 @@ class Chat:
         return self.page.get_by_role("textbox", name="Message", exact=True)
 
     @property
-    def answers(self) -> Locator:
+    def completions(self) -> Locator:
         return self.page.get_by_role("article", name="Assistant")
 
     @property
-    def answer(self) -> Locator:
-        """The last answer."""
-        return self.answers.last
+    def completion(self) -> Locator:
+        """Return the last completion."""
+        return self.completions.last
 
     @property
     def text(self) -> Locator:
-        """The text of the last answer."""
-        return self.answer.locator(".prose").last
+        """Return the text of the last completion."""
+        return self.completion.locator(".prose").last
 
     @property
-    def questions(self) -> Locator:
+    def user_messages(self) -> Locator:
         return self.page.get_by_role("article", name="You")
 
     @property
-    def asked(self) -> Locator:
-        """The texts of the user messages."""
-        return self.questions.locator(".bubble")
+    def user_texts(self) -> Locator:
+        """Return the texts of the user messages."""
+        return self.user_messages.locator(".bubble")
 
     @property
     def sessions(self) -> Locator:
@@ -151,7 +151,7 @@ class Chat:
         self.message.press("Enter")
 
     def done(self) -> None:
-        """Wait for the end of the answer."""
+        """Wait for the end of the completion."""
         expect(self.button("Send")).to_be_visible()
 
     def menu(self, title: str, action: str) -> None:
@@ -169,8 +169,8 @@ class Chat:
 
         self.page.route(COMPLETIONS, patch)
 
-    def answer_with(self, *pieces: str | Mapping[str, Any], finish: str = "stop") -> None:
-        """Answer every chat with these deltas instead of the server; a text is a `content`."""
+    def complete_with(self, *pieces: str | Mapping[str, Any], finish: str = "stop") -> None:
+        """Respond to every chat with these deltas instead of the server; a text is a `content`."""
         deltas = [{"content": piece} if isinstance(piece, str) else dict(piece) for piece in pieces]
         chunks: list[Any] = [{"choices": [{"delta": delta}]} for delta in deltas]
         chunks.append({"choices": [{"delta": {}, "finish_reason": finish}]})
@@ -180,20 +180,20 @@ class Chat:
         self._fulfill(body=body, headers={"content-type": "text/event-stream"})
 
     def fail_with(self, status: int, code: str, message: str, **headers: str) -> None:
-        """Refuse every chat instead of the server."""
+        """Respond to every chat with this error instead of the server."""
         body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": code}})
         self._fulfill(status=status, body=body, headers={"content-type": "application/json", **headers})
 
-    def _fulfill(self, **answer: Any) -> None:
+    def _fulfill(self, **response: Any) -> None:
         self.page.unroute(COMPLETIONS)
-        self.page.route(COMPLETIONS, lambda route: route.fulfill(**answer))
+        self.page.route(COMPLETIONS, lambda route: route.fulfill(**response))
 
     def reach_server(self) -> None:
         """Undo the above: requests reach the server."""
         self.page.unroute(COMPLETIONS)
 
     def feed(self, *texts: str) -> None:
-        """Send pieces of the answer on a page with `feed=True`, one per frame."""
+        """Send pieces of the completion on a page with `feed=True`, one per frame."""
         self.page.evaluate(
             """async (texts) => {
                 const frame = () => new Promise((done) => requestAnimationFrame(done));
@@ -208,6 +208,6 @@ class Chat:
         )
 
     def end(self) -> None:
-        """End an answer that the test produces."""
+        """End a completion that the test produces."""
         self.page.evaluate("feed.end(); window.feed = null")
         self.done()

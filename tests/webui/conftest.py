@@ -51,7 +51,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def chat(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
-    """Open a page on the tiny model. At the end no request is left running."""
+    """Open the web UI on the tiny model. At the end no request is left running."""
     made = Chat.open(context, tiny.url)
     yield made
     made.page.close()
@@ -60,7 +60,7 @@ def chat(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
 
 @pytest.fixture
 def fed(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
-    """Open a page with streams that the test produces."""
+    """Open the web UI with streams that the test produces."""
     made = Chat.open(context, tiny.url, feed=True)
     yield made
     made.page.close()

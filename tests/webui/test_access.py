@@ -19,7 +19,7 @@ RICH = (
 
 
 def violations(chat: Chat) -> list[str]:
-    """Return the violations that axe finds on the page: rule, help and place."""
+    """Return the violations that axe finds: rule, help and element."""
     chat.page.evaluate(AXE.read_text("utf-8"))
     found: dict[str, Any] = chat.page.evaluate("axe.run()")
     return [
@@ -33,16 +33,16 @@ def violations(chat: Chat) -> list[str]:
 def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
     views = {"welcome": violations(chat)}
-    chat.answer_with({"reasoning_content": "hm"}, RICH)
+    chat.complete_with({"reasoning_content": "hm"}, RICH)
     chat.send("A question")
     expect(chat.text.locator("math")).to_have_count(1)
     expect(chat.text.locator(".hljs-comment")).to_have_count(1)
-    chat.answer.get_by_text("Reasoning").click()
+    chat.completion.get_by_text("Reasoning").click()
     views["conversation"] = violations(chat)
     chat.fail_with(429, "server_overloaded", "all places are taken")
     chat.send("Another")
     expect(chat.page.get_by_role("alert")).to_be_visible()
-    chat.answers.first.get_by_role("button", name="Regenerate").click()
+    chat.completions.first.get_by_role("button", name="Regenerate").click()
     chat.button("Server status").click()
     expect(chat.page.get_by_role("complementary")).to_contain_text("KV cells")
     views["error, branches and status"] = violations(chat)
@@ -69,19 +69,19 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
         viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True, reduced_motion="reduce"
     )
     chat = Chat.open(context, tiny.url)
-    chat.answer_with("x" * 300 + "\n\n" + RICH)
+    chat.complete_with("x" * 300 + "\n\n" + RICH)
     chat.send("y" * 300)
     expect(chat.text).to_contain_text("x" * 300)
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     expect(chat.button("Send")).to_be_in_viewport(ratio=1)
-    expect(chat.answer.get_by_role("button", name="Regenerate")).to_be_visible()
+    expect(chat.completion.get_by_role("button", name="Regenerate")).to_be_visible()
     expect(chat.sessions).to_have_count(0)
     chat.button("Chat list").tap()
     expect(chat.sessions).to_have_count(1)
     assert violations(chat) == []
     chat.button("New chat").first.tap()
     expect(chat.sessions).to_have_count(0)
-    expect(chat.questions).to_have_count(0)
+    expect(chat.user_messages).to_have_count(0)
     for name in ("Server status", "Settings"):
         chat.button(name).tap()
         assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -90,10 +90,10 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     context.close()
 
 
-def test_everything_by_keyboard(chat: Chat) -> None:
+def test_everything_is_reachable_by_keyboard(chat: Chat) -> None:
     """A conversation, its edits, the list, the menu and the dialogs need no mouse."""
     keyboard = chat.page.keyboard
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     expect(chat.message).to_be_focused()
     keyboard.type("one")
     keyboard.press("Enter")
@@ -109,9 +109,9 @@ def test_everything_by_keyboard(chat: Chat) -> None:
     expect(chat.page.get_by_role("textbox", name="Edit message")).to_be_focused()
     keyboard.type(" more")
     keyboard.press("Control+Enter")
-    expect(chat.asked).to_have_text(["one more"])
-    # The buttons of an answer are in the tab order.
-    chat.answer.get_by_role("button", name="Copy").focus()
+    expect(chat.user_texts).to_have_text(["one more"])
+    # The buttons of a completion are in the tab order.
+    chat.completion.get_by_role("button", name="Copy").focus()
     reached = []
     for _ in range(4):
         keyboard.press("Tab")
@@ -145,16 +145,16 @@ def test_everything_by_keyboard(chat: Chat) -> None:
     keyboard.press("Control+b")
     expect(chat.sessions).to_have_count(1)
     keyboard.press("Control+Shift+O")
-    expect(chat.questions).to_have_count(0)
+    expect(chat.user_messages).to_have_count(0)
     expect(chat.message).to_be_focused()
 
 
-def test_escape_stops_the_answer(chat: Chat, tiny: Server) -> None:
+def test_escape_stops_the_completion(chat: Chat, tiny: Server) -> None:
     chat.with_fields(ignore_eos=True)
     chat.send("Hello")
     expect(chat.text).not_to_be_empty()
     chat.page.keyboard.press("Escape")
-    expect(chat.answer).to_contain_text("stopped by you")
+    expect(chat.completion).to_contain_text("stopped by you")
     tiny.until("vllm:num_requests_running", 0)
 
 
@@ -171,7 +171,7 @@ def test_a_screen_reader_announces_the_end_and_not_every_word(fed: Chat) -> None
     fed.feed("one ", "two ")
     expect(live).to_have_text("")
     assert fed.text.evaluate("(prose) => prose.closest('[aria-live], [role=log], [role=status]')") is None
-    expect(fed.answer).to_have_attribute("aria-busy", "true")
+    expect(fed.completion).to_have_attribute("aria-busy", "true")
     fed.end()
     expect(live).to_have_text("Answer finished. one two")
-    expect(fed.answer).to_have_attribute("aria-busy", "false")
+    expect(fed.completion).to_have_attribute("aria-busy", "false")

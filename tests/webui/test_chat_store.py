@@ -33,12 +33,12 @@ def stored(server: Server, n: int) -> None:
 
 
 def synchronize(chat: Chat) -> None:
-    """Make the page synchronize with the server, as when it is shown again."""
+    """Make the web UI synchronize with the server, as when it is shown again."""
     chat.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def has_versions(chat: Chat, versions: Locator) -> bool:
-    """Return whether the page shows versions; if not, synchronize it again."""
+    """Return whether the web UI shows versions; if not, synchronize it again."""
     if versions.count() > 0:
         return True
     synchronize(chat)
@@ -51,31 +51,31 @@ def test_a_second_browser_shows_the_chats(keeping: Server, context: BrowserConte
     first.send("carried over")
     first.done()
     stored(keeping, 1)
-    answer = first.text.inner_text()
+    completion = first.text.inner_text()
     other = browser.new_context()
     second = Chat.open(other, keeping.url)
     expect(second.sessions).to_have_text(["carried over"])
     second.sessions.first.click()
-    expect(second.asked).to_have_text(["carried over"])
-    expect(second.text).to_have_text(" ".join(answer.split()))
+    expect(second.user_texts).to_have_text(["carried over"])
+    expect(second.text).to_have_text(" ".join(completion.split()))
     # A change in the second browser reaches the first without a reload.
     second.menu("carried over", "Rename")
     second.page.get_by_role("textbox", name="Rename").fill("renamed there")
     second.page.keyboard.press("Enter")
-    second.answer_with("said there")
+    second.complete_with("said there")
     second.send("more")
     expect(second.text).to_have_text("said there")
     (change,) = (each for each in keeping.http.get("/v1/chats").json()["data"] if not each["deleted"])
     keeping.wait_for(lambda: "said there" in keeping.http.get(f"/v1/chats/{change['id']}").text)
     synchronize(first)
     expect(first.sessions).to_have_text(["renamed there"])
-    expect(first.asked).to_have_text(["carried over", "more"])
+    expect(first.user_texts).to_have_text(["carried over", "more"])
     # A deletion does, too.
     second.menu("renamed there", "Delete")
     stored(keeping, 0)
     synchronize(first)
     expect(first.sessions).to_have_count(0)
-    expect(first.questions).to_have_count(0)
+    expect(first.user_messages).to_have_count(0)
     other.close()
     assert first.complaints == []
 
@@ -84,7 +84,7 @@ def test_concurrent_messages_of_two_browsers_are_merged(
     keeping: Server, context: BrowserContext, browser: Browser
 ) -> None:
     first = Chat.open(context, keeping.url)
-    first.answer_with("yes")
+    first.complete_with("yes")
     first.send("begin")
     first.done()
     stored(keeping, 1)
@@ -96,7 +96,7 @@ def test_concurrent_messages_of_two_browsers_are_merged(
     # Both continue while neither reaches the store.
     for chat, text in ((first, "from the first"), (second, "from the second")):
         chat.page.route("**/v1/chats**", lambda route: route.abort())
-        chat.answer_with(text)
+        chat.complete_with(text)
         chat.send(f"question {text}")
         expect(chat.text).to_have_text(text)
         chat.done()
@@ -120,7 +120,7 @@ def test_chats_outlive_the_server_and_a_cleared_browser(tmp_path: Path, browser:
         with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), *flags) as server:
             chat = Chat.open(context, server.url)
             if round_trip == 0:
-                chat.answer_with("kept")
+                chat.complete_with("kept")
                 chat.send("q")
                 chat.done()
                 stored(server, 1)
@@ -132,8 +132,8 @@ def test_chats_outlive_the_server_and_a_cleared_browser(tmp_path: Path, browser:
         context.close()
 
 
-def test_a_refused_write_is_tried_again(keeping: Server, context: BrowserContext) -> None:
-    """After a 429 the page keeps the chat for the next try."""
+def test_a_rejected_write_is_tried_again(keeping: Server, context: BrowserContext) -> None:
+    """After a 429 the web UI keeps the chat for the next try."""
     chat = Chat.open(context, keeping.url)
     refusals = iter((429,))
 
@@ -151,8 +151,8 @@ def test_a_refused_write_is_tried_again(keeping: Server, context: BrowserContext
             route.fulfill(status=status, json={"error": error}, headers={"retry-after": "1"})
 
     chat.page.route("**/v1/chats/**", refuse)
-    chat.answer_with("kept")
-    with chat.page.expect_response(lambda answer: answer.request.method == "PUT" and answer.ok):
+    chat.complete_with("kept")
+    with chat.page.expect_response(lambda response: response.request.method == "PUT" and response.ok):
         chat.send("refused at first")
         chat.done()
     assert next(refusals, None) is None

@@ -21,9 +21,9 @@ def reference(server: Server, *contents: str, **fields: object) -> str:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
     body = {"messages": messages, **GREEDY, **fields}
-    answer = server.http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == httpx.codes.OK, answer.text
-    text: str = answer.json()["choices"][0]["message"]["content"]
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    text: str = response.json()["choices"][0]["message"]["content"]
     return text
 
 
@@ -35,7 +35,7 @@ def stored(chat: Chat) -> list[str]:
                 const db = target.result;
                 db.transaction("messages").objectStore("messages").getAll().onsuccess = (event) => {
                     db.close();
-                    // A user message and its answer may have the same millisecond.
+                    // A user message and its completion may have the same millisecond.
                     const after = (a, b) => Number(a.parent === b.id) - Number(b.parent === a.id);
                     const all = event.target.result.sort((a, b) => a.createdMs - b.createdMs || after(a, b));
                     done(all.map(({ content }) => content));
@@ -46,14 +46,14 @@ def stored(chat: Chat) -> list[str]:
     return found
 
 
-def test_an_answer_streams_from_smollm2(smollm2: Server, context: BrowserContext) -> None:
+def test_a_completion_streams_from_smollm2(smollm2: Server, context: BrowserContext) -> None:
     chat = Chat.open(context, smollm2.url)
     chat.with_fields(**GREEDY, max_tokens=24)
     chat.send("What is gravity?")
     chat.done()
     expected = reference(smollm2, "What is gravity?", max_tokens=24)
     expect(chat.text).to_have_text(" ".join(expected.split()))
-    usage = chat.answer.locator(".usage")
+    usage = chat.completion.locator(".usage")
     expect(usage).to_contain_text("prompt tokens")
     expect(usage).to_contain_text("24 tokens")
     expect(usage).to_contain_text("first after")
@@ -72,26 +72,26 @@ def test_stop_ends_the_request_and_keeps_the_text(chat: Chat, tiny: Server) -> N
     chat.button("Stop").click()
     tiny.until("vllm:num_requests_running", 0)
     tiny.until("vllm:request_success_total", aborted + 1, finished_reason="abort")
-    expect(chat.answer).to_contain_text("stopped by you")
-    expect(chat.answer.locator(".usage")).to_contain_text("prompt tokens")
+    expect(chat.completion).to_contain_text("stopped by you")
+    expect(chat.completion.locator(".usage")).to_contain_text("prompt tokens")
     _, kept = stored(chat)
     assert chat.complaints == []
     chat.reload()
     expect(chat.text).not_to_be_empty()
-    expect(chat.answer).to_contain_text("stopped by you")
+    expect(chat.completion).to_contain_text("stopped by you")
     assert kept
     assert stored(chat) == ["Hello", kept]
 
 
 def test_two_chats_stream_at_once_without_mixing(chat: Chat, tiny: Server) -> None:
-    """Each answer is the same, bit for bit, as the one that its message gets alone."""
+    """Each completion is the same, bit for bit, as the one that its message gets alone."""
     fields = {**GREEDY, "ignore_eos": True, "max_tokens": 400}
     held: list[Route] = []
     chat.page.route(COMPLETIONS, lambda route: held.append(route))
     chat.send("first question")
     expect(chat.page.get_by_role("img", name="Answering")).to_have_count(1)
     chat.button("New chat").first.click()
-    expect(chat.questions).to_have_count(0)
+    expect(chat.user_messages).to_have_count(0)
     chat.send("second question")
     expect(chat.page.get_by_role("img", name="Answering")).to_have_count(2)
     chat.wait_for(lambda: len(held) == 2)
@@ -99,37 +99,37 @@ def test_two_chats_stream_at_once_without_mixing(chat: Chat, tiny: Server) -> No
         route.continue_(post_data=json.dumps({**route.request.post_data_json, **fields}))
     expect(chat.text).not_to_be_empty()
     chat.done()
-    expect(chat.asked).to_have_text("second question")
+    expect(chat.user_texts).to_have_text("second question")
     tiny.until("vllm:num_requests_running", 0)
     expect(chat.page.get_by_role("img", name="New answer")).to_have_count(1)
     chat.sessions.filter(has_text="first question").click()
-    expect(chat.asked).to_have_text("first question")
+    expect(chat.user_texts).to_have_text("first question")
     expect(chat.page.get_by_role("img", name="New answer")).to_have_count(0)
     first = reference(tiny, "first question", **fields)
     second = reference(tiny, "second question", **fields)
     assert first != second
-    answers = [text for text in stored(chat) if "question" not in text]
-    assert answers == [first, second]
+    texts = [text for text in stored(chat) if "question" not in text]
+    assert texts == [first, second]
 
 
-def test_the_conversation_is_sent_along(chat: Chat) -> None:
-    chat.answer_with("Hi 天")
+def test_a_request_has_the_whole_conversation(chat: Chat) -> None:
+    chat.complete_with("Hi 天")
     chat.send("first")
     expect(chat.text).to_have_text("Hi 天")
-    with chat.page.expect_request(COMPLETIONS) as asked:
+    with chat.page.expect_request(COMPLETIONS) as request:
         chat.send("second")
-    contents = [message["content"] for message in asked.value.post_data_json["messages"]]
+    contents = [message["content"] for message in request.value.post_data_json["messages"]]
     assert contents == ["first", "Hi 天", "second"]
-    expect(chat.answer.locator(".usage")).to_contain_text("7 prompt tokens, 5 cached")
+    expect(chat.completion.locator(".usage")).to_contain_text("7 prompt tokens, 5 cached")
 
 
-def test_editing_a_question_makes_a_branch(chat: Chat, tiny: Server) -> None:
+def test_editing_a_user_message_makes_a_branch(chat: Chat, tiny: Server) -> None:
     fields = {**GREEDY, "max_tokens": 12, "ignore_eos": True}
     chat.with_fields(**fields)
-    for question in ("one", "two"):
-        chat.send(question)
+    for message in ("one", "two"):
+        chat.send(message)
         chat.done()
-    first = chat.questions.first
+    first = chat.user_messages.first
     first.hover()
     first.get_by_role("button", name="Edit message").click()
     box = chat.page.get_by_role("textbox", name="Edit message")
@@ -137,71 +137,71 @@ def test_editing_a_question_makes_a_branch(chat: Chat, tiny: Server) -> None:
     expect(box).to_have_value("one")
     box.fill("three")
     box.press("Control+Enter")
-    expect(chat.asked).to_have_text(["three"])
+    expect(chat.user_texts).to_have_text(["three"])
     chat.done()
     assert stored(chat)[-1] == reference(tiny, "three", **fields)
     # The arrows switch between the branches, each with the messages that follow.
-    chat.questions.first.get_by_role("button", name="Previous version").click()
-    expect(chat.asked).to_have_text(["one", "two"])
-    expect(chat.answers).to_have_count(2)
+    chat.user_messages.first.get_by_role("button", name="Previous version").click()
+    expect(chat.user_texts).to_have_text(["one", "two"])
+    expect(chat.completions).to_have_count(2)
     chat.reload()
-    expect(chat.asked).to_have_text(["one", "two"])
-    chat.questions.first.get_by_role("button", name="Next version").click()
-    expect(chat.asked).to_have_text(["three"])
+    expect(chat.user_texts).to_have_text(["one", "two"])
+    chat.user_messages.first.get_by_role("button", name="Next version").click()
+    expect(chat.user_texts).to_have_text(["three"])
 
 
-def test_after_an_edit_the_page_shows_the_cached_tokens(chat: Chat) -> None:
+def test_after_an_edit_the_cached_tokens_are_shown(chat: Chat) -> None:
     """The number is the one in the server's response to this request."""
     chat.with_fields(**GREEDY, max_tokens=6, ignore_eos=True)
-    for question in ("one", "two"):
-        chat.send(question)
+    for message in ("one", "two"):
+        chat.send(message)
         chat.done()
-    answered: list[bytes] = []
+    responses: list[bytes] = []
 
     def listen(route: Route) -> None:
-        """Pass the server's whole response on to the page."""
-        asked = {**route.request.post_data_json, **GREEDY, "max_tokens": 6, "ignore_eos": True}
-        answer = route.fetch(post_data=json.dumps(asked))
-        answered.append(answer.body())
-        route.fulfill(response=answer)
+        """Pass the server's whole response on to the web UI."""
+        body = {**route.request.post_data_json, **GREEDY, "max_tokens": 6, "ignore_eos": True}
+        response = route.fetch(post_data=json.dumps(body))
+        responses.append(response.body())
+        route.fulfill(response=response)
 
     chat.page.unroute(COMPLETIONS)
     chat.page.route(COMPLETIONS, listen)
     chat.message.press("ArrowUp")
     chat.page.get_by_role("textbox", name="Edit message").fill("two, differently")
     chat.page.keyboard.press("Control+Enter")
-    expect(chat.asked).to_have_text(["one", "two, differently"])
+    expect(chat.user_texts).to_have_text(["one", "two, differently"])
     chat.done()
-    *_, last = chunks(answered[-1])
+    *_, last = chunks(responses[-1])
     cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
     shown = f"{last['usage']['prompt_tokens']} prompt tokens, {cached} cached"
-    expect(chat.answer.locator(".usage span").nth(1)).to_have_text(shown)
+    expect(chat.completion.locator(".usage span").nth(1)).to_have_text(shown)
 
 
-def test_regenerating_keeps_the_other_answer(chat: Chat) -> None:
-    chat.answer_with("one")
+def test_regenerating_keeps_the_other_completion(chat: Chat) -> None:
+    chat.complete_with("one")
     chat.send("q")
     expect(chat.text).to_have_text("one")
-    chat.answer_with("two")
-    with chat.page.expect_request(COMPLETIONS) as asked:
-        chat.answer.get_by_role("button", name="Regenerate").click()
-    assert [message["content"] for message in asked.value.post_data_json["messages"]] == ["q"]
+    chat.complete_with("two")
+    with chat.page.expect_request(COMPLETIONS) as request:
+        chat.completion.get_by_role("button", name="Regenerate").click()
+    assert [message["content"] for message in request.value.post_data_json["messages"]] == ["q"]
     expect(chat.text).to_have_text("two")
-    expect(chat.answer.get_by_role("group", name="Versions")).to_have_text("2/2")
-    chat.answer.get_by_role("button", name="Previous version").click()
+    expect(chat.completion.get_by_role("group", name="Versions")).to_have_text("2/2")
+    chat.completion.get_by_role("button", name="Previous version").click()
     expect(chat.text).to_have_text("one")
 
 
-def test_a_cut_answer_is_continued(chat: Chat, tiny: Server) -> None:
+def test_a_cut_completion_is_continued(chat: Chat, tiny: Server) -> None:
     """The rest is the model's completion of the text before the cut."""
     chat.with_fields(**GREEDY, max_tokens=8, ignore_eos=True)
     chat.send("Hello")
     chat.done()
     before = stored(chat)[-1]
-    with chat.page.expect_request(COMPLETIONS) as asked:
-        chat.answer.get_by_role("button", name="Continue").click()
-    sent = asked.value.post_data_json
+    with chat.page.expect_request(COMPLETIONS) as request:
+        chat.completion.get_by_role("button", name="Continue").click()
+    sent = request.value.post_data_json
     assert sent["continue_final_message"] is True
     assert sent["add_generation_prompt"] is False
     assert sent["messages"][-1] == {"role": "assistant", "content": before}
@@ -209,93 +209,97 @@ def test_a_cut_answer_is_continued(chat: Chat, tiny: Server) -> None:
     fields = {"max_tokens": 8, "ignore_eos": True, "continue_final_message": True}
     rest = reference(tiny, "Hello", before, add_generation_prompt=False, **fields)
     assert stored(chat) == ["Hello", before + rest]
-    expect(chat.answers).to_have_count(1)
+    expect(chat.completions).to_have_count(1)
 
 
-def test_a_reload_keeps_the_partial_answer_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
+def test_a_reload_keeps_the_partial_completion_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
     chat.with_fields(ignore_eos=True)
     chat.send("Hello")
     expect(chat.text).to_have_text(re.compile(".{200}", re.DOTALL))
     chat.reload()
     tiny.until("vllm:num_requests_running", 0)
-    expect(chat.answer).to_contain_text("interrupted")
+    expect(chat.completion).to_contain_text("interrupted")
     _, kept = stored(chat)
     assert kept
     chat.page.unroute(COMPLETIONS)
     chat.with_fields(ignore_eos=True, max_tokens=5)
-    with chat.page.expect_request(COMPLETIONS) as asked:
-        chat.answer.get_by_role("button", name="Continue").click()
-    assert asked.value.post_data_json["messages"][-1] == {"role": "assistant", "content": kept}
+    with chat.page.expect_request(COMPLETIONS) as request:
+        chat.completion.get_by_role("button", name="Continue").click()
+    assert request.value.post_data_json["messages"][-1] == {"role": "assistant", "content": kept}
     chat.done()
     assert stored(chat)[-1].startswith(kept)
-    expect(chat.answer).to_contain_text("cut: length limit")
+    expect(chat.completion).to_contain_text("cut: length limit")
 
 
-def test_an_answer_is_edited(chat: Chat) -> None:
-    chat.answer_with("theirs")
+def test_a_completion_is_edited(chat: Chat) -> None:
+    chat.complete_with("theirs")
     chat.send("q")
     expect(chat.text).to_have_text("theirs")
-    chat.answer.get_by_role("button", name="Edit answer").click()
+    chat.completion.get_by_role("button", name="Edit answer").click()
     box = chat.page.get_by_role("textbox", name="Edit answer")
     box.fill("mine")
     chat.button("Save").click()
     expect(chat.text).to_have_text("mine")
-    expect(chat.answer).to_contain_text("edited by you")
-    with chat.page.expect_request(COMPLETIONS) as asked:
+    expect(chat.completion).to_contain_text("edited by you")
+    with chat.page.expect_request(COMPLETIONS) as request:
         chat.send("next")
-    assert [message["content"] for message in asked.value.post_data_json["messages"]] == ["q", "mine", "next"]
-    chat.answers.first.get_by_role("button", name="Previous version").click()
+    assert [message["content"] for message in request.value.post_data_json["messages"]] == [
+        "q",
+        "mine",
+        "next",
+    ]
+    chat.completions.first.get_by_role("button", name="Previous version").click()
     expect(chat.text).to_have_text("theirs")
 
 
 def test_a_conversation_is_forked_from_a_message(chat: Chat) -> None:
-    chat.answer_with("yes")
-    for question in ("one", "two"):
-        chat.send(question)
+    chat.complete_with("yes")
+    for message in ("one", "two"):
+        chat.send(message)
         expect(chat.text).to_have_text("yes")
         chat.done()
-    chat.answers.first.hover()
-    chat.answers.first.get_by_role("button", name="Fork from here").click()
-    expect(chat.asked).to_have_text(["one"])
+    chat.completions.first.hover()
+    chat.completions.first.get_by_role("button", name="Fork from here").click()
+    expect(chat.user_texts).to_have_text(["one"])
     expect(chat.page.get_by_role("heading", level=1)).to_have_text("Fork: one")
     expect(chat.sessions).to_have_count(2)
     chat.send("three")
-    expect(chat.asked).to_have_text(["one", "three"])
+    expect(chat.user_texts).to_have_text(["one", "three"])
     chat.sessions.filter(has_not_text="Fork").click()
-    expect(chat.asked).to_have_text(["one", "two"])
+    expect(chat.user_texts).to_have_text(["one", "two"])
 
 
 def test_a_deleted_message_can_be_restored(chat: Chat) -> None:
-    chat.answer_with("yes")
-    for question in ("one", "two"):
-        chat.send(question)
+    chat.complete_with("yes")
+    for message in ("one", "two"):
+        chat.send(message)
         chat.done()
-    expect(chat.answers).to_have_count(2)
-    chat.questions.last.hover()
-    chat.questions.last.get_by_role("button", name="Delete message").click()
-    expect(chat.asked).to_have_text(["one"])
+    expect(chat.completions).to_have_count(2)
+    chat.user_messages.last.hover()
+    chat.user_messages.last.get_by_role("button", name="Delete message").click()
+    expect(chat.user_texts).to_have_text(["one"])
     assert sorted(stored(chat)) == ["one", "yes"]
     chat.button("Undo").click()
-    expect(chat.asked).to_have_text(["one", "two"])
+    expect(chat.user_texts).to_have_text(["one", "two"])
     assert sorted(stored(chat)) == ["one", "two", "yes", "yes"]
 
 
-def test_an_answer_is_copied(chat: Chat) -> None:
-    chat.answer_with("**bold** 天")
+def test_a_completion_is_copied(chat: Chat) -> None:
+    chat.complete_with("**bold** 天")
     chat.send("q")
-    chat.answer.get_by_role("button", name="Copy").click()
-    expect(chat.answer.get_by_role("button", name="Copied")).to_be_visible()
+    chat.completion.get_by_role("button", name="Copy").click()
+    expect(chat.completion.get_by_role("button", name="Copied")).to_be_visible()
     assert chat.page.evaluate("navigator.clipboard.readText()") == "**bold** 天"
 
 
 @pytest.mark.parametrize("key", ["Shift+Enter", "Enter"])
 def test_enter_sends_and_shift_enter_is_a_new_line(chat: Chat, key: str) -> None:
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     chat.message.fill("one")
     chat.message.press(key)
     if key == "Enter":
-        expect(chat.asked).to_have_text(["one"])
+        expect(chat.user_texts).to_have_text(["one"])
     else:
         chat.message.press_sequentially("two")
         expect(chat.message).to_have_value("one\ntwo")
-        expect(chat.questions).to_have_count(0)
+        expect(chat.user_messages).to_have_count(0)

@@ -1,4 +1,4 @@
-"""The cost of the page: bytes of the first load, and nodes that a piece of a stream changes."""
+"""The cost of the web UI: bytes of the first load, and nodes that a piece of a stream changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from serving import Server
 
 FIRST_LOAD_BYTES_MAX = 400_000
 
-# Counts nodes that are added or removed in answers; `window.touched()` returns the count since the last call.
+# Counts nodes that are added or removed in completions.
+# `window.touched()` returns the count since its last call.
 COUNT = """
 () => {
     let touched = 0;
@@ -38,7 +39,7 @@ COUNT = """
 
 
 def test_the_first_load_is_small(tiny: Server, context: BrowserContext) -> None:
-    """Sum the compressed sizes of the files that the browser requests until the page is ready."""
+    """Sum the compressed sizes of the files that the browser requests until the web UI is ready."""
     loaded: list[str] = []
     context.on("request", lambda request: loaded.append(request.url))
     Chat.open(context, tiny.url)
@@ -54,9 +55,9 @@ def test_the_server_sends_it_compressed(tiny: Server) -> None:
     names = re.findall(r'"(/assets/[^"]+\.js)"', page.text)
     assert names
     for name in names:
-        with tiny.http.stream("GET", name, headers={"accept-encoding": "gzip"}) as answer:
-            raw = b"".join(answer.iter_raw())
-        assert answer.headers["content-encoding"] == "gzip"
+        with tiny.http.stream("GET", name, headers={"accept-encoding": "gzip"}) as response:
+            raw = b"".join(response.iter_raw())
+        assert response.headers["content-encoding"] == "gzip"
         plain = tiny.http.get(name, headers={"accept-encoding": "identity"})
         assert "content-encoding" not in plain.headers
         assert gzip.decompress(raw) == plain.content
@@ -95,8 +96,8 @@ def test_pieces_within_one_frame_are_rendered_once(fed: Chat) -> None:
     fed.end()
 
 
-def test_the_package_contains_the_page() -> None:
-    """The wheel takes the built page from the package."""
+def test_the_package_contains_the_web_ui() -> None:
+    """The wheel takes the built web UI from the package."""
     built = Path(llaisys.__file__).parent / "webui"
     assert (built / "index.html").is_file()
     assert list(built.glob("assets/*.js"))

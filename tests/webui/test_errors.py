@@ -21,13 +21,13 @@ def test_a_busy_server_can_be_tried_again_after_a_countdown(chat: Chat) -> None:
     expect(chat.page.get_by_role("alert")).to_contain_text("all places are taken")
     waiting = chat.page.get_by_role("button", name=re.compile(r"Try again in [23]\d\d\d s"))
     expect(waiting).to_be_disabled()
-    chat.answer_with("now it works")
+    chat.complete_with("now it works")
     retry = chat.button("Try again")
     chat.page.clock.fast_forward("50:00")
     expect(retry).to_be_enabled()
     retry.click()
     expect(chat.text).to_have_text("now it works")
-    expect(chat.answers).to_have_count(1)
+    expect(chat.completions).to_have_count(1)
     expect(chat.page.get_by_role("alert")).to_have_count(0)
 
 
@@ -39,19 +39,19 @@ def test_a_busy_server_can_be_tried_again_after_a_countdown(chat: Chat) -> None:
         (503, "engine_dead", "The request failed"),
     ],
 )
-def test_a_refusal_is_shown_in_the_servers_words(chat: Chat, status: int, code: str, title: str) -> None:
+def test_an_error_is_shown_in_the_servers_words(chat: Chat, status: int, code: str, title: str) -> None:
     chat.fail_with(status, code, f"what the server says of {status}")
     chat.send("Hello")
     alert = chat.page.get_by_role("alert")
     expect(alert).to_contain_text(title)
     expect(alert).to_contain_text(f"what the server says of {status}")
-    expect(chat.asked).to_have_text(["Hello"])
-    chat.answer_with("yes")
+    expect(chat.user_texts).to_have_text(["Hello"])
+    chat.complete_with("yes")
     chat.button("Try again").click()
     expect(chat.text).to_have_text("yes")
 
 
-def test_an_error_inside_a_stream_keeps_the_partial_answer(chat: Chat) -> None:
+def test_an_error_inside_a_stream_keeps_the_partial_completion(chat: Chat) -> None:
     piece = '{"choices":[{"delta":{"content":"Hel"}}]}'
     error = '{"error":{"message":"It broke.","code":"request_timeout"}}'
     body = f"data: {piece}\n\ndata: {error}\n\ndata: [DONE]\n\n"
@@ -60,10 +60,10 @@ def test_an_error_inside_a_stream_keeps_the_partial_answer(chat: Chat) -> None:
     chat.send("Hello")
     expect(chat.page.get_by_role("alert")).to_contain_text("It broke.")
     expect(chat.text).to_have_text("Hel")
-    chat.answer_with("lo")
-    with chat.page.expect_request(COMPLETIONS) as asked:
+    chat.complete_with("lo")
+    with chat.page.expect_request(COMPLETIONS) as request:
         chat.button("Try again").click()
-    assert asked.value.post_data_json["continue_final_message"] is True
+    assert request.value.post_data_json["continue_final_message"] is True
     expect(chat.text).to_have_text("Hello")
 
 
@@ -74,23 +74,23 @@ def test_a_truncated_stream_is_noticed(chat: Chat) -> None:
     chat.send("Hello")
     expect(chat.page.get_by_role("alert")).to_contain_text("The connection ended before the answer did")
     expect(chat.text).to_have_text("Hel")
-    expect(chat.answer.get_by_role("button", name="Continue")).to_be_visible()
+    expect(chat.completion.get_by_role("button", name="Continue")).to_be_visible()
 
 
 def test_a_server_that_ends_and_is_started_again(context: BrowserContext, tmp_path: Path) -> None:
-    """The message and the draft stay, and the page finds the next server on the port."""
+    """The message and the draft stay, and the web UI finds the next server on the port."""
     with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16")) as server:
         chat = Chat.open(context, server.url)
         port = server.url.rsplit(":", 1)[1]
         assert server.stop() == 0
     chat.send("are you there?")
-    alert = chat.answer.get_by_role("alert")
+    alert = chat.completion.get_by_role("alert")
     expect(alert).to_contain_text("The server cannot be reached")
     expect(chat.page.get_by_text("Trying again; your text is kept.")).to_be_visible()
     chat.message.fill("a draft")
     with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), "--port", port):
         expect(chat.page.get_by_text("Trying again; your text is kept.")).to_have_count(0)
-        expect(chat.asked).to_have_text(["are you there?"])
+        expect(chat.user_texts).to_have_text(["are you there?"])
         expect(chat.message).to_have_value("a draft")
         chat.with_fields(max_tokens=5, ignore_eos=True)
         chat.button("Try again").click()
@@ -99,14 +99,14 @@ def test_a_server_that_ends_and_is_started_again(context: BrowserContext, tmp_pa
         chat.page.close()
 
 
-def test_a_too_long_message_is_refused_with_both_numbers(short: Server, context: BrowserContext) -> None:
+def test_a_too_long_message_is_rejected_with_both_numbers(short: Server, context: BrowserContext) -> None:
     chat = Chat.open(context, short.url)
     chat.send("word " * 400)
     alert = chat.page.get_by_role("alert")
     expect(alert).to_contain_text(re.compile(r"Too long: \d+ tokens asked for, the context holds 512"))
     chat.button("Drop the oldest turns and try again").click()
     expect(chat.page.get_by_text("There is no older turn to drop: shorten the message.")).to_be_visible()
-    expect(chat.asked).to_have_text(["word " * 400])
+    expect(chat.user_texts).to_have_text(["word " * 400])
 
 
 def test_a_full_context_drops_its_oldest_turns(short: Server, context: BrowserContext) -> None:
@@ -118,9 +118,9 @@ def test_a_full_context_drops_its_oldest_turns(short: Server, context: BrowserCo
         if chat.page.get_by_role("alert").count():
             break
     expect(chat.page.get_by_role("alert")).to_contain_text("the context holds 512")
-    with chat.page.expect_request(COMPLETIONS) as asked:
+    with chat.page.expect_request(COMPLETIONS) as request:
         chat.button("Drop the oldest turns and try again").click()
-    sent = asked.value.post_data_json["messages"]
+    sent = request.value.post_data_json["messages"]
     assert sent[0]["role"] == "user"
     assert not sent[0]["content"].startswith("turn 0")
     expect(chat.text).not_to_be_empty()
@@ -130,7 +130,7 @@ def test_a_full_context_drops_its_oldest_turns(short: Server, context: BrowserCo
     expect(chat.page.get_by_text("Not sent to the model above this line")).to_be_attached()
 
 
-def test_an_answer_cut_by_the_context_is_marked(short: Server, context: BrowserContext) -> None:
+def test_a_completion_cut_by_the_context_is_marked(short: Server, context: BrowserContext) -> None:
     chat = Chat.open(context, short.url)
     chat.with_fields(max_tokens=60, ignore_eos=True, temperature=0)
     for i in range(2):
@@ -140,9 +140,9 @@ def test_an_answer_cut_by_the_context_is_marked(short: Server, context: BrowserC
     chat.with_fields(ignore_eos=True, temperature=0)
     chat.send("go on for ever")
     expect(chat.page.get_by_text("The context is full: 512 of 512 tokens.")).to_be_visible()
-    with chat.page.expect_request(COMPLETIONS) as asked:
+    with chat.page.expect_request(COMPLETIONS) as request:
         chat.button("Drop the oldest turns and go on").click()
-    sent = asked.value.post_data_json
+    sent = request.value.post_data_json
     assert sent["continue_final_message"] is True
     assert sent["messages"][0]["content"] != "turn 0"
     assert sent["messages"][-2]["content"] == "go on for ever"
@@ -197,14 +197,14 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp
         expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
 
 
-def test_a_refused_key_is_reported_at_the_answer(chat: Chat) -> None:
+def test_a_rejected_key_is_reported_at_the_message(chat: Chat) -> None:
     chat.fail_with(401, "invalid_api_key", "Incorrect or missing API key")
     chat.send("Hello")
-    expect(chat.answer.get_by_role("alert")).to_contain_text("The server does not accept the API key")
+    expect(chat.completion.get_by_role("alert")).to_contain_text("The server does not accept the API key")
     expect(chat.page.get_by_label("API key")).to_be_visible()
 
 
-def test_a_page_waits_for_the_model_to_load(tiny: Server, context: BrowserContext) -> None:
+def test_the_web_ui_waits_for_the_model_to_load(tiny: Server, context: BrowserContext) -> None:
     page = context.new_page()
     body = '{"error":{"message":"The model is still loading","code":"model_loading"}}'
 

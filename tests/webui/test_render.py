@@ -1,4 +1,4 @@
-"""Rendering of answers, and hostile answers, which the policy makes harmless."""
+"""Rendering of completions, and hostile completions, which the policy makes harmless."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatpage import Chat
 
 
 def show(chat: Chat, *pieces: str) -> None:
-    chat.answer_with(*pieces)
+    chat.complete_with(*pieces)
     chat.send("q")
     chat.done()
 
@@ -60,36 +60,36 @@ def test_libraries_are_loaded_when_they_are_needed(chat: Chat) -> None:
 
 
 def test_reasoning_is_folded(chat: Chat) -> None:
-    chat.answer_with({"reasoning_content": "let me see"}, "yes")
+    chat.complete_with({"reasoning_content": "let me see"}, "yes")
     chat.send("q")
     expect(chat.text).to_have_text("yes")
-    summary = chat.answer.get_by_text("Reasoning")
-    expect(chat.answer.get_by_text("let me see")).to_have_count(0)
+    summary = chat.completion.get_by_text("Reasoning")
+    expect(chat.completion.get_by_text("let me see")).to_have_count(0)
     summary.click()
-    expect(chat.answer.get_by_text("let me see")).to_be_visible()
+    expect(chat.completion.get_by_text("let me see")).to_be_visible()
     show(chat, "<think>hm</think>", "no")
     expect(chat.text).to_have_text("no")
-    expect(chat.answer.get_by_text("Reasoning")).to_be_visible()
+    expect(chat.completion.get_by_text("Reasoning")).to_be_visible()
 
 
 def test_reasoning_in_progress_is_shown(fed: Chat) -> None:
     fed.send("q")
     fed.feed("<think>hm")
-    expect(fed.answer.get_by_text("Thinking")).to_be_visible()
+    expect(fed.completion.get_by_text("Thinking")).to_be_visible()
     fed.feed("</think>yes")
     expect(fed.text).to_have_text("yes")
-    expect(fed.answer.get_by_text("Reasoning")).to_be_visible()
+    expect(fed.completion.get_by_text("Reasoning")).to_be_visible()
     fed.end()
 
 
 def test_tool_calls_are_shown(chat: Chat) -> None:
     first = {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
-    chat.answer_with({"tool_calls": [first]}, {"tool_calls": [rest]}, finish="tool_calls")
+    chat.complete_with({"tool_calls": [first]}, {"tool_calls": [rest]}, finish="tool_calls")
     chat.send("q")
     call = chat.page.get_by_role("region", name="Tool call weather")
     expect(call).to_contain_text('"city": "Oslo"')
-    expect(chat.answer).to_contain_text("asks for a tool")
+    expect(chat.completion).to_contain_text("asks for a tool")
 
 
 HOSTILE = {
@@ -133,8 +133,8 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
     chat.page.on("request", lambda request: fetched.append(request.url))
     chat.page.keyboard.press("Control+Shift+O")
     show(chat, HOSTILE[name])
-    expect(chat.answers).to_have_count(1)
-    expect(chat.answer.locator(".usage")).to_be_visible()
+    expect(chat.completions).to_have_count(1)
+    expect(chat.completion.locator(".usage")).to_be_visible()
     for link in chat.text.get_by_role("link").all():
         assert re.match("https?:|mailto:", link.get_attribute("href") or "")
         assert link.get_attribute("target") == "_blank"
@@ -151,18 +151,18 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
 
 def test_a_hostile_message_or_title_is_shown_as_text(chat: Chat) -> None:
     hostile = "<img src=x onerror=\"document.title='ran'\">"
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     chat.send(hostile)
-    expect(chat.asked).to_have_text(hostile)
+    expect(chat.user_texts).to_have_text(hostile)
     expect(chat.sessions).to_have_text([hostile])
     assert chat.page.locator("main img, nav img").count() == 0
     assert chat.complaints == []
 
 
 def test_bidi_overrides_end_with_the_message(chat: Chat) -> None:
-    """What follows the message on the page keeps its place."""
+    """What follows the message keeps its place."""
     show(chat, "\u202e\u2067plain")
-    spans = chat.answer.locator(".usage span")
+    spans = chat.completion.locator(".usage span")
     expect(spans.first).to_have_text("tiny")
     boxes = [span.bounding_box() for span in spans.all()]
     places = [box["x"] for box in boxes if box is not None]
@@ -172,7 +172,7 @@ def test_bidi_overrides_end_with_the_message(chat: Chat) -> None:
 
 
 def test_the_policy_blocks_html_and_foreign_requests(chat: Chat) -> None:
-    """Even code of the page cannot create HTML from a text, or fetch from another origin."""
+    """Even code of the web UI cannot create HTML from a text, or fetch from another origin."""
     refused = chat.page.evaluate(
         """() => {
             const out = [];

@@ -12,12 +12,12 @@ from serving import Server
 
 
 def three(chat: Chat) -> None:
-    """Create chats `alpha`, `beta` and `gamma`; the last one is shown, and beta's answer mentions tides."""
-    for question, answer in (("alpha", "one"), ("beta", "the Tides rise"), ("gamma", "three")):
-        chat.answer_with(answer)
+    """Create chats `alpha`, `beta` and `gamma`; the last is shown, and beta's completion mentions tides."""
+    for message, completion in (("alpha", "one"), ("beta", "the Tides rise"), ("gamma", "three")):
+        chat.complete_with(completion)
         chat.page.keyboard.press("Control+Shift+O")
-        chat.send(question)
-        expect(chat.text).to_have_text(answer)
+        chat.send(message)
+        expect(chat.text).to_have_text(completion)
         chat.done()
 
 
@@ -51,7 +51,7 @@ def import_text(chat: Chat, name: str, text: str) -> None:
 
 
 def test_chats_are_titled_by_their_first_message_and_renamed(chat: Chat) -> None:
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     chat.send("## What is *gravity*?\nIn one line.")
     expect(chat.sessions).to_have_text(["What is *gravity*?"])
     chat.menu("gravity", "Rename")
@@ -99,7 +99,7 @@ def test_search_finds_titles_and_texts_and_opens_the_chat(chat: Chat) -> None:
     expect(hits).to_have_count(1)
     field.press("Enter")
     expect(chat.page.get_by_role("dialog")).to_have_count(0)
-    expect(chat.asked).to_have_text(["beta"])
+    expect(chat.user_texts).to_have_text(["beta"])
     expect(chat.text).to_be_in_viewport()
 
 
@@ -110,7 +110,7 @@ def test_a_deleted_chat_can_be_restored(chat: Chat) -> None:
     chat.button("Undo").click()
     expect(chat.sessions).to_have_text(["gamma", "beta", "alpha"])
     chat.menu("gamma", "Delete")
-    expect(chat.questions).to_have_count(0)
+    expect(chat.user_messages).to_have_count(0)
     chat.reload()
     expect(chat.sessions).to_have_text(["beta", "alpha"])
     chat.sessions.first.click()
@@ -119,8 +119,8 @@ def test_a_deleted_chat_can_be_restored(chat: Chat) -> None:
 
 def test_json_carries_everything_to_another_browser(chat: Chat, tiny: Server, tmp_path: Path) -> None:
     three(chat)
-    chat.answer_with("other")
-    chat.answer.get_by_role("button", name="Regenerate").click()
+    chat.complete_with("other")
+    chat.completion.get_by_role("button", name="Regenerate").click()
     expect(chat.text).to_have_text("other")
     chat.done()
     chat.page.get_by_role("navigation").get_by_role("button", name="More", exact=True).click()
@@ -136,7 +136,7 @@ def test_json_carries_everything_to_another_browser(chat: Chat, tiny: Server, tm
     expect(second.sessions).to_have_text(["gamma", "beta", "alpha"])
     second.sessions.first.click()
     expect(second.text).to_have_text("other")
-    second.answer.get_by_role("button", name="Previous version").click()
+    second.completion.get_by_role("button", name="Previous version").click()
     expect(second.text).to_have_text("three")
     import_text(second, "chats.json", file.read_text("utf-8"))
     expect(second.sessions).to_have_count(6)
@@ -144,7 +144,7 @@ def test_json_carries_everything_to_another_browser(chat: Chat, tiny: Server, tm
 
 
 def test_markdown_is_exported_and_imported(chat: Chat, tmp_path: Path) -> None:
-    chat.answer_with("# Answer\n\n- one")
+    chat.complete_with("# Answer\n\n- one")
     chat.send("a question")
     chat.done()
     with chat.page.expect_download() as download:
@@ -156,11 +156,11 @@ def test_markdown_is_exported_and_imported(chat: Chat, tmp_path: Path) -> None:
     assert "**You**\n\na question\n" in text
     chat.menu("a question", "Delete")
     import_text(chat, "chat.md", text)
-    expect(chat.asked).to_have_text(["a question"])
+    expect(chat.user_texts).to_have_text(["a question"])
     expect(chat.text).to_have_text("Answer one")
 
 
-def test_an_invalid_file_is_refused_by_name(chat: Chat) -> None:
+def test_an_invalid_file_is_rejected_by_name(chat: Chat) -> None:
     import_text(chat, "holiday.json", "{")
     expect(chat.page.get_by_text("holiday.json is not valid JSON.")).to_be_visible()
     expect(chat.sessions).to_have_count(0)
@@ -179,12 +179,12 @@ def test_of_thousands_of_chats_only_visible_ones_are_mounted(chat: Chat) -> None
     hits = chat.page.get_by_role("dialog").get_by_role("listitem")
     expect(hits).to_have_count(2)
     chat.page.keyboard.press("Enter")
-    expect(chat.answer).to_contain_text("message 1 of chat 1234")
+    expect(chat.completion).to_contain_text("message 1 of chat 1234")
 
 
 def test_of_a_long_chat_only_visible_messages_are_mounted(chat: Chat) -> None:
     import_text(chat, "long.json", chats_file(1, 2000))
-    expect(chat.answer).to_contain_text("message 1999 of chat 0")
+    expect(chat.completion).to_contain_text("message 1999 of chat 0")
     mounted = chat.page.get_by_role("article")
     most = 0
     for place in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -202,7 +202,7 @@ def test_of_a_long_chat_only_visible_messages_are_mounted(chat: Chat) -> None:
 
 
 def test_drafts_stay_with_their_chats(chat: Chat, tiny: Server, context: BrowserContext) -> None:
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     chat.send("first")
     chat.done()
     chat.message.fill("a draft of the first")

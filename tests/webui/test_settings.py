@@ -1,4 +1,4 @@
-"""Settings: the fields sent, bounds and descriptions, presets, scopes, and the look of the page."""
+"""Settings: the fields sent, bounds and descriptions, presets, scopes, and the look of the web UI."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def settings(chat: Chat) -> Locator:
     return chat.page.get_by_role("dialog", name="Settings")
 
 
-def asked(chat: Chat, question: str) -> dict[str, Any]:
+def sent_body(chat: Chat, message: str) -> dict[str, Any]:
     """Send a message; return the body of its request."""
     with chat.page.expect_request(COMPLETIONS) as request:
-        chat.send(question)
+        chat.send(message)
     chat.done()
     body: dict[str, Any] = request.value.post_data_json
     return body
@@ -56,7 +56,7 @@ def test_every_parameter_is_sent_and_served(chat: Chat) -> None:
         field.blur()
     dialog.get_by_label("ignore_eos", exact=True).select_option("true")
     chat.page.keyboard.press("Escape")
-    body = asked(chat, "Hello")
+    body = sent_body(chat, "Hello")
     for name, (_, value) in VALUES.items():
         assert body[name] == value, name
     assert body["ignore_eos"] is True
@@ -76,15 +76,15 @@ def test_each_field_is_described_and_validated(chat: Chat) -> None:
     dialog.get_by_role("button", name="Use default").click()
     expect(field).to_have_value("")
     chat.page.keyboard.press("Escape")
-    chat.answer_with("yes")
-    assert "temperature" not in asked(chat, "Hello")
+    chat.complete_with("yes")
+    assert "temperature" not in sent_body(chat, "Hello")
 
 
 @pytest.mark.parametrize(
     "name", ["temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
 def test_the_bounds_are_those_of_the_server(chat: Chat, name: str) -> None:
-    """SamplingParams accepts the bounds that the page shows, and refuses values beyond them."""
+    """SamplingParams accepts the bounds that the web UI shows, and rejects values beyond them."""
     field = settings(chat).get_by_label(name, exact=True)
     if not field.is_visible():
         chat.page.get_by_text("More parameters").click()
@@ -108,42 +108,42 @@ def _bounds(field: Locator) -> tuple[float, float]:
 
 
 def test_a_system_prompt_is_sent_first(chat: Chat) -> None:
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     field = settings(chat).get_by_label("System prompt")
     field.fill("Be brief.")
     field.blur()
     chat.page.keyboard.press("Escape")
-    assert asked(chat, "Hello")["messages"] == [
+    assert sent_body(chat, "Hello")["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
     ]
 
 
 def test_a_chat_may_have_its_own_settings(chat: Chat) -> None:
-    chat.answer_with("yes")
-    asked(chat, "mine")
+    chat.complete_with("yes")
+    sent_body(chat, "mine")
     dialog = settings(chat)
     dialog.get_by_role("button", name="This chat").click()
     dialog.get_by_label("temperature", exact=True).fill("0.1")
     dialog.get_by_role("button", name="All chats", exact=True).click()
     dialog.get_by_label("temperature", exact=True).fill("0.9")
     chat.page.keyboard.press("Escape")
-    assert asked(chat, "again")["temperature"] == 0.1
+    assert sent_body(chat, "again")["temperature"] == 0.1
     chat.button("New chat").first.click()
-    assert asked(chat, "other")["temperature"] == 0.9
+    assert sent_body(chat, "other")["temperature"] == 0.9
     chat.reload()
-    assert asked(chat, "after a reload")["temperature"] == 0.9
+    assert sent_body(chat, "after a reload")["temperature"] == 0.9
     chat.sessions.filter(has_text="mine").click()
-    expect(chat.asked.first).to_have_text("mine")
-    assert asked(chat, "still its own")["temperature"] == 0.1
+    expect(chat.user_texts.first).to_have_text("mine")
+    assert sent_body(chat, "still its own")["temperature"] == 0.1
     dialog = settings(chat)
     dialog.get_by_role("button", name="Follow all chats again").click()
     chat.page.keyboard.press("Escape")
-    assert asked(chat, "no longer")["temperature"] == 0.9
+    assert sent_body(chat, "no longer")["temperature"] == 0.9
 
 
 def test_presets_are_chosen_and_saved(chat: Chat) -> None:
-    chat.answer_with("yes")
+    chat.complete_with("yes")
     dialog = settings(chat)
     preset = dialog.get_by_role("combobox", name="Preset", exact=True)
     preset.select_option(label="Precise")
@@ -159,7 +159,7 @@ def test_presets_are_chosen_and_saved(chat: Chat) -> None:
     dialog = settings(chat)
     dialog.get_by_role("combobox", name="Preset", exact=True).select_option(label="mine")
     chat.page.keyboard.press("Escape")
-    body = asked(chat, "Hello")
+    body = sent_body(chat, "Hello")
     assert (body["temperature"], body["top_k"]) == (0, 3)
     dialog = settings(chat)
     dialog.get_by_role("button", name="Delete preset mine").click()
@@ -173,13 +173,13 @@ def test_the_model_is_switched_for_one_chat(chat: Chat) -> None:
     model = chat.page.get_by_label("Model", exact=True)
     expect(model).to_have_value("tiny")
     model.select_option("other")
-    assert asked(chat, "Hello")["model"] == "other"
-    expect(chat.answer.locator(".usage")).to_contain_text("other")
+    assert sent_body(chat, "Hello")["model"] == "other"
+    expect(chat.completion.locator(".usage")).to_contain_text("other")
     chat.button("New chat").first.click()
     expect(model).to_have_value("tiny")
 
 
-def test_the_page_is_available_in_chinese(chat: Chat) -> None:
+def test_the_web_ui_is_available_in_chinese(chat: Chat) -> None:
     dialog = settings(chat)
     dialog.get_by_label("Language").select_option("zh")
     expect(chat.page.get_by_role("dialog", name="设置")).to_be_visible()
@@ -201,7 +201,7 @@ def test_the_language_of_the_browser_is_the_default(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_themes(chat: Chat, scheme: str) -> None:
+def test_the_theme_follows_the_system_unless_one_is_chosen(chat: Chat, scheme: str) -> None:
     """The system's theme is the default; a chosen theme overrides it."""
     grounds = {"light": "rgb(255, 255, 255)", "dark": "rgb(23, 24, 28)"}
     other = "light" if scheme == "dark" else "dark"
