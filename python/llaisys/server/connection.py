@@ -231,7 +231,7 @@ class Connection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     _half_closed_timer: asyncio.TimerHandle | None = None
     _is_half_closed = False
-    _is_refused = False
+    _is_rejected = False
     _was_probed = False
     _fd = -1
     _n_lingered = 0
@@ -248,7 +248,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Queue received bytes for the parser (called by asyncio)."""
         self._unset_keepalive_if_required()
-        if self._is_refused:
+        if self._is_rejected:
             self._n_lingered += len(data)
             if self._n_lingered > LINGER_BYTES_MAX:
                 self.transport.abort()
@@ -266,12 +266,12 @@ class Connection(H11Protocol):
         before = self.conn.n_events, self.conn.n_headers
         cycle = self.cycle
         try:
-            if self.transport.is_closing() or self._is_refused or not self.conn.feed(self._received):
+            if self.transport.is_closing() or self._is_rejected or not self.conn.feed(self._received):
                 self._end_if_half_closed()
                 return 0
             self.handle_events()
         except BoundError as e:
-            self._refuse(e)
+            self._reject(e)
         except Exception:
             log.exception("a connection failed")
             self.transport.abort()
@@ -287,12 +287,12 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the same text for every error
         """Send the parser's error (called by uvicorn after h11 has rejected the input)."""
-        self._refuse(self.conn.error)
+        self._reject(self.conn.error)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's never keeps it open
         """Return True to keep the sending side open (called by asyncio)."""
         may_respond = self._is_responding() or bool(self._received)
-        if self.scheme == "https" or self._is_refused or not may_respond or self._is_gone():
+        if self.scheme == "https" or self._is_rejected or not may_respond or self._is_gone():
             return False
         self._is_half_closed = True
         if self._half_closed_timer is None:
@@ -325,9 +325,9 @@ class Connection(H11Protocol):
         is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
         return self._is_open() and is_whole
 
-    def _refuse(self, error: BoundError) -> None:
+    def _reject(self, error: BoundError) -> None:
         """Send a JSON error if no response has begun; close after the client had time to read it."""
-        self._is_refused = True
+        self._is_rejected = True
         self._received.clear()
         self.limit.stats.bad_requests += 1
         log.warning("rejected a request: %d %s", error.status, error)
@@ -382,7 +382,7 @@ class Connection(H11Protocol):
         return bool(poll.poll(0))
 
     def _watch(self) -> None:
-        if self._is_refused:
+        if self._is_rejected:
             return
         if self._is_open() or self.transport.is_closing():
             self._stop()

@@ -61,8 +61,8 @@ class BodyLimitMiddleware:
         body = _CountedBody(self, scope.get("state", {}).get("client_id", ""), receive)
         try:
             body.declare(int(declared) if declared.isdigit() else 0)
-        except ApiError as refusal:
-            await send_error(send, refusal)
+        except ApiError as error:
+            await send_error(send, error)
             return
         try:
             await self._app(scope, body.receive, send)

@@ -111,12 +111,12 @@ class HostMiddleware:
         """Handle a request (ASGI)."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-        elif scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await send_error(send, refusal)
+        elif scope["type"] == "http" and (rejection := self._rejection(scope)) is not None:
+            await send_error(send, rejection)
         else:
             await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _rejection(self, scope: Scope) -> ApiError | None:
         """Return the error, if any. Probes skip the Host check, because probers use any address of the
         server."""
         headers = Headers(scope=scope)

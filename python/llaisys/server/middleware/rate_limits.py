@@ -74,8 +74,8 @@ class RateLimitMiddleware:
             await self._app(scope, receive, send)
             return
         client = self._clients[scope.get("state", {}).get("client_id", "")]
-        refusal = self._refusal(client)
-        if refusal is None:
+        rejection = self._rejection(client)
+        if rejection is None:
             client.left -= 1
         headers, permit = self._headers(client), contextlib.ExitStack()
 
@@ -86,15 +86,15 @@ class RateLimitMiddleware:
                 permit.close()  # before the client sees the end, because its next request may follow at once
             await send(message)
 
-        if refusal is not None:
-            await send_error(send_with_headers, refusal)
+        if rejection is not None:
+            await send_error(send_with_headers, rejection)
             return
         with permit:
             client.n_open += 1
             permit.callback(client.end_one)
             await self._app(scope, receive, send_with_headers)
 
-    def _refusal(self, client: _Client) -> ApiError | None:
+    def _rejection(self, client: _Client) -> ApiError | None:
         """Return the error for this client's next request, if any. Refills the bucket for the elapsed
         time."""
         if self._per_minute is not None:
@@ -140,10 +140,10 @@ class QueueLimitMiddleware:
         if full is None:
             await self._app(scope, receive, send)
             return
-        refusal = to_api_error(full, "")
-        scope["state"]["notes"]["end_reason"] = refusal.code
-        self._state.metrics.count_error(refusal.code)
-        await send_error(send, refusal)
+        rejection = to_api_error(full, "")
+        scope["state"]["notes"]["end_reason"] = rejection.code
+        self._state.metrics.count_error(rejection.code)
+        await send_error(send, rejection)
 
 
 class OpenRequestLimitMiddleware:
