@@ -39,7 +39,11 @@ from server_process import OwnServer, own_server
 from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, bad, burst, grammar, structured
 
 OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
-N_VISITORS, ROUND_S, REST_S = 16, 20.0, 6.0  # at rest for longer than until the next trim (server/memory.py)
+N_VISITORS, ROUND_S, REST_S = (
+    16,
+    20.0,
+    6.0,
+)  # at rest for longer than until the next trim (server/lifecycle.py)
 DRIFT_MAX_BYTES = 2_000_000
 N_CELLS, PROMPT = 4096, 500
 FLAGS = (

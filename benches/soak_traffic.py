@@ -41,9 +41,9 @@ class Visitor:
         """Send a body; return the JSON of the response."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
-        async with self.session.post(self.url + path, data=raw, headers=headers) as answer:
-            text = await answer.read()
-            assert answer.status in expected, f"{path}: {answer.status} {text[:200]!r}"
+        async with self.session.post(self.url + path, data=raw, headers=headers) as response:
+            text = await response.read()
+            assert response.status in expected, f"{path}: {response.status} {text[:200]!r}"
             found: dict[str, Any] = json.loads(text)
             return found
 
@@ -73,13 +73,13 @@ async def stream(visitor: Visitor) -> None:
     """Read a stream to its terminator, sometimes slowly."""
     pause_s = 0.05 if visitor.rng.random() < 0.2 else 0.0
     body = visitor.chat_body(stream=True, stream_options={"include_usage": True})
-    async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as answer:
-        assert answer.status in BUSY, answer.status
+    async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as response:
+        assert response.status in BUSY, response.status
         n_done = 0
-        async for line in answer.content:
+        async for line in response.content:
             n_done += line.startswith(b"data: [DONE]")
             await asyncio.sleep(pause_s)
-        assert n_done == (answer.status == 200), f"{n_done} terminators"
+        assert n_done == (response.status == 200), f"{n_done} terminators"
 
 
 async def leave(visitor: Visitor) -> None:
@@ -91,11 +91,11 @@ async def leave(visitor: Visitor) -> None:
 
 
 async def _read_some(visitor: Visitor, body: dict[str, Any]) -> None:
-    async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as answer:
-        assert answer.status in BUSY, answer.status
-        async for _ in answer.content:
+    async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as response:
+        assert response.status in BUSY, response.status
+        async for _ in response.content:
             if visitor.rng.random() < 0.1:
-                answer.close()
+                response.close()
                 return
 
 
@@ -139,8 +139,8 @@ async def bad(visitor: Visitor) -> None:
         ]
     )
     try:
-        answer = await visitor.post(path, (status,) if status == 413 else (status, 429), body)
-        assert answer["error"]["message"]
+        response = await visitor.post(path, (status,) if status == 413 else (status, 429), body)
+        assert response["error"]["message"]
     except aiohttp.ClientOSError:
         assert status == 413  # the server closed the connection during the upload
 
@@ -169,9 +169,9 @@ async def tool(visitor: Visitor) -> None:
 async def look(visitor: Visitor) -> None:
     """Read the paths of dashboards and probes."""
     path = visitor.rng.choice(["/livez", "/health", "/ready", "/metrics", "/v1/models", "/version", "/"])
-    async with visitor.session.get(visitor.url + path) as answer:
-        assert answer.status == 200, f"{path}: {answer.status}"
-        await answer.read()
+    async with visitor.session.get(visitor.url + path) as response:
+        assert response.status == 200, f"{path}: {response.status}"
+        await response.read()
 
 
 async def embed(visitor: Visitor) -> None:
@@ -192,12 +192,12 @@ async def converse(visitor: Visitor) -> None:
     messages = [{"role": "user", "content": visitor.words(10)}]
     for _ in range(2):
         body = {"messages": messages, "max_tokens": 4, "session_id": name}
-        answer = await visitor.post("/v1/chat/completions", BUSY, body)
-        if "error" in answer:
+        response = await visitor.post("/v1/chat/completions", BUSY, body)
+        if "error" in response:
             break
-        messages += [answer["choices"][0]["message"], {"role": "user", "content": visitor.words(10)}]
-    async with visitor.session.delete(f"{visitor.url}/v1/sessions/{name}") as answer_:
-        assert answer_.status in (200, 404), answer_.status
+        messages += [response["choices"][0]["message"], {"role": "user", "content": visitor.words(10)}]
+    async with visitor.session.delete(f"{visitor.url}/v1/sessions/{name}") as deleted:
+        assert deleted.status in (200, 404), deleted.status
 
 
 # (action, weight, the route that it needs)
@@ -221,11 +221,11 @@ ACTIONS: tuple[tuple[Action, int, str], ...] = (
 
 async def available(visitor: Visitor) -> list[tuple[Action, int]]:
     """Return the actions whose route the server has."""
-    there = []
+    found = []
     for action, weight, route in ACTIONS:
         if route:
-            async with visitor.session.post(visitor.url + route, json={}) as answer:
-                if answer.status in (404, 405):
+            async with visitor.session.post(visitor.url + route, json={}) as response:
+                if response.status in (404, 405):
                     continue
-        there.append((action, weight))
-    return there
+        found.append((action, weight))
+    return found

@@ -28,8 +28,7 @@ GOLDENS = ROOT / "tests" / "data" / "goldens"
 # The archive and the source tree (19 MB) may have 64 MiB together.
 LIMIT_MB = 48.0
 PYTHON, PLATFORMS = "3.12", [f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)]
-# The packages that `import llaisys` needs and that PyTorch and transformers do not install (KINDS.md of the
-# machine).
+# The packages that `import llaisys` needs and that PyTorch and transformers do not install.
 PACKAGES = (
     "annotated-types",
     "llguidance",
