@@ -6,6 +6,7 @@ use super::decoder::DeviceDecoder;
 use super::graphs::Kind;
 use super::rows::{DeviceRows, Seen};
 use super::slots::{Attached, Slot, Synced};
+use super::steps::StepRow;
 use crate::arch::config::ModelConfig;
 use crate::cuda::device::{Device, DevicePtr};
 use crate::cuda::ops::sample::{self, RESULT_BYTES, Sample, TOP_BYTES};
@@ -98,6 +99,21 @@ impl State {
 
     pub(super) fn limits(&self) -> StateLimits {
         self.limits
+    }
+
+    /// Returns the number of positions of a sequence. Panics if `decoder` has fewer.
+    pub(super) fn max_len(&self, decoder: &DeviceDecoder) -> usize {
+        let max_len = self.limits.max_len;
+        assert!(max_len <= decoder.limits.max_len, "the decoder has {} positions", decoder.limits.max_len);
+        max_len
+    }
+
+    /// Panics unless kernels can index memory with the row's token, position and cell.
+    pub(super) fn check_row(&self, decoder: &DeviceDecoder, row: &StepRow<'_>) {
+        let (vocab_size, max_len) = (decoder.config.vocab_size, self.max_len(decoder));
+        assert!((row.token as usize) < vocab_size, "token {} of {vocab_size}", row.token);
+        assert!((row.position as usize) < max_len, "position {} of {max_len}", row.position);
+        decoder.check_cells(&[row.cell]);
     }
 
     /// Uploads the state of a sequence whose next token is `token` at `position`, after the cells that `list` returns

@@ -184,7 +184,7 @@ impl Steps {
         rows: &[StepRow<'_>],
         cells_before: &CellsBefore<'_>,
     ) -> Result<()> {
-        rows.iter().for_each(|row| check_row(target.decoder, row));
+        rows.iter().for_each(|row| self.state.check_row(target.decoder, row));
         for row in rows.iter().filter(|row| row.mask.is_some()) {
             self.overlap.invalidate_sequence(row.slot.sequence);
         }
@@ -230,7 +230,7 @@ impl Steps {
     /// Panics on a cell that does not exist. Errors: the device's.
     pub fn launch_next(&mut self, target: Target<'_>, next_cells: &[u32]) -> Result<()> {
         target.decoder.check_cells(next_cells);
-        let max_len = self.state.limits().max_len;
+        let max_len = self.state.max_len(target.decoder);
         let goes_on = |current: &&Current| !current.masked && (current.row.position as usize) + 1 < max_len;
         let (slots, rows): (Vec<usize>, Vec<NextRow>) = self
             .current
@@ -287,7 +287,6 @@ impl Steps {
         let Target { device, decoder } = target;
         let logprobs = rows.iter().any(|row| self.state.slots[row.slot].n_top().is_some());
         let kind = Kind { bucket: bucket_of(rows.len(), self.state.limits().n_rows), logprobs };
-        assert!(self.state.limits().max_len <= decoder.limits.max_len, "the decoder has fewer positions");
         self.state.plan(device, rows, kind.bucket)?;
         // SAFETY: `launch` and `launch_next` checked cells, positions and the tokens that the host uploads; the device
         // samples ids of the vocabulary.
@@ -312,14 +311,6 @@ impl Steps {
             }
         }
     }
-}
-
-/// Panics unless kernels can index memory with the row's token, position and cell.
-fn check_row(decoder: &DeviceDecoder, row: &StepRow<'_>) {
-    let (vocab_size, max_len) = (decoder.config.vocab_size, decoder.limits.max_len);
-    assert!((row.token as usize) < vocab_size, "token {} of {vocab_size}", row.token);
-    assert!((row.position as usize) < max_len, "position {} of {max_len}", row.position);
-    decoder.check_cells(&[row.cell]);
 }
 
 impl StepRow<'_> {
