@@ -2,8 +2,8 @@
 
 use crate::arch::config::ModelConfig;
 use crate::arch::spec::QkNorm;
-use crate::cuda::kernel_source::HEAD_WIDTHS;
 use crate::cuda::ops::add_rms_norm::MAX_WIDTH;
+use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.
@@ -11,7 +11,7 @@ pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported })
     };
-    if !HEAD_WIDTHS.contains(&(config.d_head as u32)) {
+    if !supports_head_width(config.d_head) {
         return refuse("the head width", config.d_head.to_string(), "64, 80, 96, 128");
     }
     if let Some(experts) = config.experts {

@@ -2,7 +2,6 @@
 
 use crate::cuda::device::{Arg, DevicePtr, Element};
 use crate::cuda::kernel_source::{HEAD_WIDTHS, storage};
-use crate::error::Unsupported;
 use crate::ops::Scoring;
 
 /// Queries, keys, values, and the cells that each row sees: row r sees `cells[start + n_hidden[r]..start +
@@ -15,7 +14,7 @@ pub struct Attention {
     pub n_heads: usize,
     /// Heads of keys and values.
     pub n_kv_heads: usize,
-    /// Elements of a head: see [`supported`].
+    /// Elements of a head: see [`supports_head_width`].
     pub d_head: usize,
     /// `[n_rows, n_heads, d_head]`, rotated, aligned to 16 bytes.
     pub q: DevicePtr,
@@ -64,7 +63,7 @@ impl Attention {
     /// Panics on shapes that the kernels do not support. `forward/support.rs` refuses such models with an error before.
     pub(super) fn check(&self) {
         let Self { n_heads, n_kv_heads, d_head, q_width, .. } = *self;
-        assert!(supported(d_head).is_ok(), "heads of {d_head}");
+        assert!(supports_head_width(d_head), "heads of {d_head}");
         assert!(
             n_kv_heads > 0 && n_heads.is_multiple_of(n_kv_heads),
             "{n_heads} query heads, {n_kv_heads} KV heads"
@@ -73,16 +72,7 @@ impl Attention {
     }
 }
 
-/// Checks that the kernels support heads of this width.
-///
-/// Errors: [`Unsupported::Feature`], which names the supported widths.
-pub fn supported(d_head: usize) -> Result<(), Unsupported> {
-    if HEAD_WIDTHS.contains(&(d_head as u32)) {
-        return Ok(());
-    }
-    Err(Unsupported::Feature {
-        what: "on CUDA, a head width of",
-        value: d_head.to_string(),
-        supported: "64, 80, 96 and 128; device=\"cpu\" runs the others",
-    })
+/// Returns whether the kernels support heads of this width.
+pub fn supports_head_width(d_head: usize) -> bool {
+    HEAD_WIDTHS.contains(&(d_head as u32))
 }
