@@ -6,6 +6,7 @@ use crate::arch::weight_id::{
     MIXTRAL_FOLDER_NAMES, NameTable,
 };
 use crate::error::Unsupported;
+use crate::ops::Gate;
 
 pub use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
 
@@ -66,6 +67,16 @@ pub enum Activation {
     Silu,
     /// The tanh form of gelu.
     GeluTanh,
+}
+
+impl Activation {
+    /// The op's name of the activation.
+    pub fn gate(self) -> Gate {
+        match self {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        }
+    }
 }
 
 /// How queries and keys are normalized.

@@ -7,7 +7,6 @@
 
 use super::workspace::{Activations, ExpertRows};
 use crate::arch::config::{Experts, ModelConfig};
-use crate::arch::spec::Activation;
 use crate::error::DeviceError;
 use crate::forward::weights::{FeedForward, LayerWeights, Mlp, Weights};
 use crate::ops::packed::PackedMatrix;
@@ -57,10 +56,7 @@ impl Decoder {
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
         let rope = config.rope.table(config.d_head);
         let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
-        let gate = match config.arch.activation {
-            Activation::Silu => Gate::Silu,
-            Activation::GeluTanh => Gate::GeluTanh,
-        };
+        let gate = config.arch.activation.gate();
         Self { config, weights, rope, local_rope, gate }
     }
 

@@ -4,7 +4,6 @@ use super::arena::{self, Arena, CellCount, DeviceLimits, MemoryBudget};
 use super::load::{self, DeviceWeights};
 use super::{rows, support};
 use crate::arch::config::ModelConfig;
-use crate::arch::spec::Activation;
 use crate::cuda::device::{Device, DevicePtr, Element, Exchange};
 use crate::cuda::kernel_source::Function;
 use crate::cuda::ops::attention::Attention;
@@ -14,7 +13,7 @@ use crate::cuda::ops::rope_kv_store::HeadShape;
 use crate::cuda::ops::{add_rms_norm, embed, gate, gemv, join_columns, rope_kv_store, step};
 use crate::error::{DeviceError, Result};
 use crate::load::checkpoint::Checkpoint;
-use crate::ops::{Gate as GateKind, Scoring};
+use crate::ops::Scoring;
 use crate::threads::Pool;
 
 /// Cells that one launch copies or shifts; more cells take several launches.
@@ -178,7 +177,7 @@ fn functions(config: &ModelConfig, element: Element) -> Vec<Function> {
         decode,
         merge,
         AttnPrefill::function(&attention),
-        gate::function(element, gate_kind(config)),
+        gate::function(element, config.arch.activation.gate()),
         gemv::function(element, element),
         gemv::function(element, Element::F32),
         join_columns::function(),
@@ -237,13 +236,6 @@ fn scratch_bytes(config: &ModelConfig, n_rows: usize, n_sms: usize) -> usize {
     let attention = attention(config, Element::Bf16);
     let bytes = |n| AttnDecode::scratch_bytes(&attention, n, n_splits(n, config.n_kv_heads, n_sms));
     (1..=n_rows).map(bytes).max().unwrap_or(0)
-}
-
-pub(super) fn gate_kind(config: &ModelConfig) -> GateKind {
-    match config.arch.activation {
-        Activation::Silu => GateKind::Silu,
-        Activation::GeluTanh => GateKind::GeluTanh,
-    }
 }
 
 impl Memory {

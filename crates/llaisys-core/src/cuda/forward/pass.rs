@@ -1,6 +1,6 @@
 //! The forward pass: the list of launches for all layers, and the logits of the rows that want them.
 
-use super::decoder::{DeviceDecoder, attention, gate_kind};
+use super::decoder::{DeviceDecoder, attention};
 use super::load::{DeviceLayer, n_head_rows};
 use super::rows::{self, DeviceRows, Seen};
 use crate::cuda::device::{Device, DevicePtr, Element, Exchange, Product};
@@ -236,7 +236,7 @@ impl<'a> Pass<'a> {
         self.product(branch, layer.gate_up, none, Columns { at: memory.gate_up, width: 2 * d_ff })?;
         Gate {
             element: *element,
-            kind: gate_kind(config),
+            kind: config.arch.activation.gate(),
             gate_up: memory.gate_up,
             out: memory.inner,
             n_rows: self.n,
