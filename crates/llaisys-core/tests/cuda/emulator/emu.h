@@ -22,6 +22,8 @@
 #include <ucontext.h>
 #include <utility>
 
+#include "emu_abi.h"
+
 #define LL_EMU 1
 #define __global__
 #define __device__
@@ -48,15 +50,6 @@ extern "C" char __start_ll_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_ll_shared[] __attribute__((weak, visibility("hidden")));
 
 namespace emu {
-
-// As in modules.rs.
-struct Arg { uint32_t kind; uint64_t bits; };
-struct Request {
-    uint32_t grid[3], block, shared_bytes, n_args;
-    const Arg* args;
-    uint64_t seed, fault_address;
-    char message[512];
-};
 
 const size_t STACK = 128 << 10, PAGE = 4096, MAX_THREADS = 1024, MAX_COPIES = 512;
 const uint64_t CANARY = 0x57ac4057ac4057acull;
@@ -109,12 +102,12 @@ inline unsigned below(unsigned n) {
 // Ends the launch with an error, from any fiber.
 __attribute__((noreturn, noinline, format(printf, 1, 2))) static void fail(const char* format, ...) {
     char* text = request->message;
-    size_t room = sizeof request->message;
-    int n = snprintf(text, room, "%s, block (%u, %u, %u), thread %u: ", kernel_name, blockIdx.x, blockIdx.y,
+    const size_t capacity = sizeof request->message;
+    int n = snprintf(text, capacity, "%s, block (%u, %u, %u), thread %u: ", kernel_name, blockIdx.x, blockIdx.y,
                      blockIdx.z, current);
     va_list list;
     va_start(list, format);
-    vsnprintf(text + n, room - n, format, list);
+    vsnprintf(text + n, capacity - n, format, list);
     va_end(list);
     for (unsigned i = 0; i < n_threads; i++) {
         if (fibers[i]) fibers[i]->started = false;
@@ -276,15 +269,15 @@ static char* map(size_t n) {
 // Places dynamic shared memory directly before a guard page.
 static void size_shared(size_t n) {
     static char* base;
-    static size_t room;
+    static size_t capacity;
     if (!base) {
-        room = 256 << 10;
-        base = map(room + 2 * PAGE);
+        capacity = 256 << 10;
+        base = map(capacity + 2 * PAGE);
         mprotect(base, PAGE, PROT_NONE);
-        mprotect(base + PAGE + room, PAGE, PROT_NONE);
+        mprotect(base + PAGE + capacity, PAGE, PROT_NONE);
     }
     dynamic_bytes = n;
-    dynamic_shared = (unsigned char*)base + PAGE + room - (n + 15) / 16 * 16;
+    dynamic_shared = (unsigned char*)base + PAGE + capacity - (n + 15) / 16 * 16;
 }
 
 static int launch(Request* of, const char* name, void (*run)(const Arg*), const uint32_t* kinds, unsigned n_params) {

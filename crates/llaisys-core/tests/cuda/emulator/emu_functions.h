@@ -173,7 +173,7 @@ inline void cp_async16(void* shared, const void* from, bool valid) {
     emu::aligned16(from, "cp_async16");
     if (!emu::in_shared(shared, 16)) emu::fail("cp_async16 to %p, which is not shared memory", shared);
     emu::Fiber& f = *emu::fibers[emu::current];
-    if (f.n_copies == emu::MAX_COPIES) emu::fail("more than %zu copies that nobody waits for", emu::MAX_COPIES);
+    if (f.n_copies == emu::MAX_COPIES) emu::fail("more than %zu pending copies", emu::MAX_COPIES);
     if (valid) (void)*(const volatile char*)from;
     memset(shared, 0xff, 16);
     f.copies[f.n_copies++] = {shared, from, valid, f.group};

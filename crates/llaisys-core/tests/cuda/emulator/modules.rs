@@ -14,14 +14,14 @@ const NO_COMPILER: &str = "a C++ compiler named c++ (Debian: apt install g++; Fe
 static COMPILER: LazyLock<Vec<u8>> =
     LazyLock::new(|| Command::new("c++").arg("--version").output().expect(NO_COMPILER).stdout);
 
-/// An argument, as in `emu.h`.
+/// An argument, as in `emu_abi.h`.
 #[repr(C)]
 pub(crate) struct EmuArg {
     pub(crate) kind: u32,
     pub(crate) bits: u64,
 }
 
-/// A launch, as in `emu.h`.
+/// A launch, as in `emu_abi.h`.
 #[repr(C)]
 pub(crate) struct Request {
     pub(crate) grid: [u32; 3],
@@ -33,6 +33,9 @@ pub(crate) struct Request {
     pub(crate) fault_address: u64,
     pub(crate) message: [u8; 512],
 }
+
+const _: () =
+    assert!(size_of::<EmuArg>() == 16 && size_of::<Request>() == 560, "emu_abi.h asserts the same sizes");
 
 /// Runs a kernel; returns 0 if it succeeded.
 pub(crate) type Start = unsafe extern "C" fn(*mut Request) -> i32;
@@ -73,8 +76,9 @@ fn text(module: &KernelModule) -> String {
     for (name, value) in &module.constants {
         text += &format!("#define {name} {value}\n");
     }
-    text += include_str!("emu.h").split("#include \"emu_functions.h\"").next().unwrap_or_default();
-    text += include_str!("emu_functions.h");
+    text += &include_str!("emu.h")
+        .replace("#include \"emu_abi.h\"\n", include_str!("emu_abi.h"))
+        .replace("#include \"emu_functions.h\"\n", include_str!("emu_functions.h"));
     text += &module.source.full_text();
     text += "\n#line 1 \"footer\"\n";
     for kernel in module.source.kernels {

@@ -15,7 +15,7 @@ library() { # library NAME SOURCE [OPTION...]
 	mv "$folder/$name.$$" "$folder/$name"
 }
 
-library libcuda.so.1 driver.cc -ldl -pthread
+library libcuda.so.1 driver.cc "-I$here/../../cuda/emulator" -ldl -pthread
 library libnvrtc.so.13 nvrtc.cc "-DEMULATOR=\"$here/../../cuda/emulator\""
 cc -O2 -shared -fPIC -w -Wl,-soname,libnccl.so.2 -o "$folder/libnccl.so.2.$$" "$here/nccl.c" -ldl -pthread
 mv "$folder/libnccl.so.2.$$" "$folder/libnccl.so.2"

@@ -7,6 +7,8 @@
 // FAKE_CUDA_MEMORY_MB: device memory (default 2048).
 // FAKE_CUDA_FAULT_AT=N: launch number N faults.
 // FAKE_CUDA_COUNTS=FILE: counts of the work, as JSON, written when the context is released.
+#include "emu_abi.h"
+
 #include <deque>
 #include <dlfcn.h>
 #include <elf.h>
@@ -31,14 +33,8 @@ enum Status {
 const size_t PAGE = 4096, GUARD = 1 << 20, ALIGNMENT = 256;
 const unsigned char FRESH = 0xff;  // NaN in every float type, -1 as an integer
 
-// As in emu.h.
-struct Arg { uint32_t kind; uint64_t bits; };
-struct Request {
-    uint32_t grid[3], block, shared_bytes, n_args;
-    const Arg* args;
-    uint64_t seed, fault_address;
-    char message[512];
-};
+using emu::Arg;
+using emu::Request;
 typedef int (*Start)(Request*);
 typedef const uint32_t* (*Kinds)(uint32_t*);
 
@@ -198,12 +194,12 @@ int cuMemAlloc_v2(unsigned long long* at, size_t n) {
     if (int status = uncaptured()) return status;
     if (n == 0) return INVALID_VALUE;
     if (n > total_bytes() - used) return OUT_OF_MEMORY;
-    size_t inner = (n + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, room = (inner + PAGE - 1) / PAGE * PAGE;
-    char* map = (char*)mmap(nullptr, room + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (map == MAP_FAILED || mprotect(map + GUARD, room, PROT_READ | PROT_WRITE)) return OUT_OF_MEMORY;
-    memset(map + GUARD, FRESH, room);
-    *at = (size_t)map + GUARD + room - inner;
-    memory[*at] = {n, (size_t)map, room + 2 * GUARD};
+    size_t inner = (n + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, n_mapped = (inner + PAGE - 1) / PAGE * PAGE;
+    char* map = (char*)mmap(nullptr, n_mapped + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED || mprotect(map + GUARD, n_mapped, PROT_READ | PROT_WRITE)) return OUT_OF_MEMORY;
+    memset(map + GUARD, FRESH, n_mapped);
+    *at = (size_t)map + GUARD + n_mapped - inner;
+    memory[*at] = {n, (size_t)map, n_mapped + 2 * GUARD};
     used += n;
     counts.allocations++;
     return SUCCESS;
