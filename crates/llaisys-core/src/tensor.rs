@@ -201,7 +201,7 @@ unsafe impl Plain for f32 {}
 // SAFETY: a u16 in a transparent wrapper.
 unsafe impl Plain for half::f16 {}
 
-/// K and V of one layer in one KV stream, to read: `[cell][kv_head][d_head]` each. For int8 each head's scale follows
+/// K and V of one layer, the cells of all streams, to read: `[cell][kv_head][d_head]` each. For int8 each head's scale follows
 /// it.
 #[derive(Debug, Clone, Copy)]
 pub struct KvLayer<'a> {
@@ -217,7 +217,7 @@ pub struct KvLayer<'a> {
     pub v: &'a AlignedBuf,
 }
 
-/// K and V of one layer in one KV stream, to write; the layout is that of [`KvLayer`].
+/// K and V of one layer, the cells of all streams, to write; the layout is that of [`KvLayer`].
 #[derive(Debug)]
 pub struct KvLayerMut<'a> {
     /// Element type of both.

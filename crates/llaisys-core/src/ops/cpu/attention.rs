@@ -282,8 +282,8 @@ impl Cutting<'_> {
 
     /// True if all heads of unit `unit`, a single row, are one item: their keys and values are contiguous.
     fn is_one_item(&self, heads: Heads, unit: usize) -> bool {
-        let has_room = heads.group() <= MAX_ITEM_HEADS && heads.n_heads <= MAX_ITEM_ROWS;
-        self.by_chunk && has_room && self.chunks[unit].n == 1
+        let fits_an_item = heads.group() <= MAX_ITEM_HEADS && heads.n_heads <= MAX_ITEM_ROWS;
+        self.by_chunk && fits_an_item && self.chunks[unit].n == 1
     }
 
     /// Items in unit `unit`.
