@@ -27,7 +27,7 @@ def cuda_info(folders: list[str], driver: str = ...) -> str:
     """
 
 def cuda_kernel_sources() -> str:
-    """Return the CUDA kernels as JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, where each kernel
+    """Return the CUDA kernels as JSON: `[{module, source, defines: {NAME: value}, kernels}]`, where each kernel
     is `{name, max_threads, max_registers, max_shared_bytes}`."""
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

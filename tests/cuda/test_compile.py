@@ -55,7 +55,7 @@ def compile_everywhere(module: dict[str, Any]) -> list[str]:
         return [fault for found in pool.map(on, MAX_SHARED_BYTES) for fault in found]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=[module["unit"] for module in MODULES])
+@pytest.mark.parametrize("module", MODULES, ids=[module["module"] for module in MODULES])
 def test_a_module_compiles_within_its_limits(module: dict[str, Any]) -> None:
     assert not compile_everywhere(module)
 

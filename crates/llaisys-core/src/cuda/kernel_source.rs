@@ -145,7 +145,7 @@ pub(super) fn module_json(module: &KernelModule) -> serde_json::Value {
         })
     };
     serde_json::json!({
-        "unit": module.to_string(),
+        "module": module.to_string(),
         "source": module.source.full_text(),
         "defines": module.constants.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),
         "kernels": module.source.kernels.iter().map(kernel).collect::<Vec<_>>(),

@@ -43,7 +43,7 @@ pub static SOURCES: &[&KernelSource] = &[
 ];
 
 /// Returns every module as JSON, for `tests/cuda/test_compile.py`: an array of
-/// `{unit, source, defines: {NAME: value}, kernels: [{name, max_threads, max_registers, max_shared_bytes}]}`.
+/// `{module, source, defines: {NAME: value}, kernels: [{name, max_threads, max_registers, max_shared_bytes}]}`.
 pub fn sources_json() -> String {
     let modules = SOURCES.iter().flat_map(|source| source.modules());
     serde_json::Value::Array(modules.map(|module| module_json(&module)).collect()).to_string()
