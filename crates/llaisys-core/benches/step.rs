@@ -10,7 +10,7 @@
 //! - `--json`: one line of JSON for each number of rows instead of a table.
 //! - `--rows -`: read numbers of rows from standard input, one per line, and print each result immediately. So two
 //!   builds can be measured in turn (`benches/pairs.py`).
-//! - `--screen off|on`: a head of random numbers, read completely or with pruned argmax.
+//! - `--prune-argmax off|on`: a head of random numbers, read completely or with pruned argmax.
 //! - `--isa NAME`: another instruction set than the best.
 //! - `--list`: print the names of the steps.
 //!
@@ -133,14 +133,14 @@ impl Model {
             k: cells(),
             v: cells(),
         };
-        let head = match args.screen {
+        let head = match args.prune_argmax {
             None => matrix(pool, head, shape.vocab_size, d_model),
             Some(_) => random_matrix(pool, head, shape.vocab_size, d_model),
         };
         let start = Instant::now();
-        let screens = args.screen == Some(true);
-        let bounds = screens.then(|| ArgmaxBounds::new(pool, &head).expect("memory").expect("a plain head"));
-        if screens {
+        let prunes = args.prune_argmax == Some(true);
+        let bounds = prunes.then(|| ArgmaxBounds::new(pool, &head).expect("memory").expect("a plain head"));
+        if prunes {
             eprintln!("made the argmax bounds in {:.2} s", start.elapsed().as_secs_f64());
         }
         Self {
@@ -148,7 +148,7 @@ impl Model {
             layers: (0..shape.n_layers).map(layer).collect(),
             head,
             bounds,
-            is_random: args.screen.is_some(),
+            is_random: args.prune_argmax.is_some(),
             scratch: PrunedArgmaxScratch::default(),
             rope: RopeTable::new(D_HEAD, 1e6),
         }
@@ -351,7 +351,7 @@ struct Arguments {
     n_context: usize,
     seconds: f64,
     /// A head of random numbers, read completely (off) or with pruned argmax (on).
-    screen: Option<bool>,
+    prune_argmax: Option<bool>,
     json: bool,
     /// Only print the names of the steps, as Criterion does.
     lists: bool,
@@ -387,7 +387,10 @@ fn arguments() -> Arguments {
         n_threads: value("--threads", &all_threads).parse().expect("a number"),
         n_context: value("--context", "96").parse().expect("a number"),
         seconds: value("--seconds", "1.0").parse().expect("a number"),
-        screen: ["off", "on"].iter().position(|word| value("--screen", "") == *word).map(|on| on == 1),
+        prune_argmax: ["off", "on"]
+            .iter()
+            .position(|word| value("--prune-argmax", "") == *word)
+            .map(|on| on == 1),
         json: words.iter().any(|word| word == "--json"),
         lists: words.iter().any(|word| word == "--list"),
     }
