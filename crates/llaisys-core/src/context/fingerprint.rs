@@ -2,12 +2,18 @@
 //! exchange cells.
 
 use super::ContextConfig;
+use crate::arch::config::{Experts, ModelConfig};
+use crate::arch::rope::{RopeConfig, RopeScaling};
+use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
+use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
 use crate::load::checkpoint::Checkpoint;
+use std::fmt::Display;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Increased when the same inputs produce different keys or values, or when the layout of a cell changes.
-const KV_FORMAT: u32 = 1;
+/// Increased when the same inputs produce different keys or values, or when the layout of a cell or the hashed text
+/// changes. An increase makes saved session files unusable.
+const KV_FORMAT: u32 = 2;
 
 /// The hashes of tensors follow the names of each group of this many bytes. Session files contain fingerprints, so this
 /// must not change.
@@ -15,6 +21,9 @@ const GROUP_BYTES: usize = 16 << 20;
 
 /// A 128-bit XXH3 (xxhash.com) over the model's configuration and all its tensors, as the checkpoint has them,
 /// their number formats, and the layout of a cell. It distinguishes files; it does not protect against forgery.
+///
+/// Session files contain fingerprints, so every hashed name is a literal in this file or a public name: renaming a field
+/// or a variant changes no fingerprint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Fingerprint(u128);
 
@@ -24,15 +33,18 @@ impl Fingerprint {
     pub(crate) fn new(checkpoint: &Checkpoint, config: &ContextConfig, backend_format: &str) -> Result<Self> {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
-        hasher.update(format!("{:?} {:?} {backend_format}", checkpoint.config(), config.mode).as_bytes());
+        let mut text = Text::default();
+        text.model(checkpoint.config());
+        text.put("mode", mode_name(config.mode));
+        text.put("backend", backend_format);
         // The bytes of a cell are ordered by rank.
-        if config.n_ranks > 1 {
-            hasher.update(format!("{} ranks", config.n_ranks).as_bytes());
-        }
+        text.put("ranks", config.n_ranks);
+        hasher.update(text.0.as_bytes());
         let (mut hashes, mut n_bytes) = (Vec::new(), 0);
         for tensor in checkpoint.hashes() {
             let (tensor, hash) = tensor?;
-            hasher.update(format!("{} {:?} {:?}", tensor.name, tensor.dtype, tensor.shape).as_bytes());
+            let (name, dtype) = (&tensor.name, tensor.dtype.name());
+            hasher.update(format!("{name} {dtype} {:?}", tensor.shape).as_bytes());
             hashes.extend(hash.to_le_bytes());
             n_bytes += tensor.range.len();
             if n_bytes >= GROUP_BYTES {
@@ -52,6 +64,167 @@ impl Fingerprint {
         hasher.update(name.as_bytes());
         values.iter().for_each(|value| hasher.update(&value.to_le_bytes()));
         Self(hasher.digest128())
+    }
+}
+
+/// Lines `key=value`. Floats are written as the hexadecimal digits of their bits.
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    fn put(&mut self, key: &str, value: impl Display) {
+        self.0 += &format!("{key}={value}\n");
+    }
+
+    fn f32(&mut self, key: &str, value: f32) {
+        self.put(key, format_args!("{:08x}", value.to_bits()));
+    }
+
+    fn f64(&mut self, key: &str, value: f64) {
+        self.put(key, format_args!("{:016x}", value.to_bits()));
+    }
+
+    /// Writes everything of a configuration except names of tensors (which are hashed with the tensors) and token ids.
+    /// The patterns name every field, so that a new one is a compile error here.
+    fn model(&mut self, config: &ModelConfig) {
+        let ModelConfig {
+            arch,
+            names: _,
+            norm_offset,
+            n_layers,
+            d_model,
+            n_heads,
+            n_kv_heads,
+            d_head,
+            d_ff,
+            vocab_size,
+            max_positions,
+            rms_eps,
+            rope,
+            local_rope,
+            window,
+            windowed,
+            score_scale,
+            attn_soft_cap,
+            logit_soft_cap,
+            embed_scale,
+            residual_scale,
+            logit_scale,
+            experts,
+            tied_head,
+            qkv_bias,
+            qk_norm,
+            bos: _,
+            eos: _,
+        } = config;
+        self.arch(arch);
+        self.f32("norm_offset", *norm_offset);
+        self.put("n_layers", n_layers);
+        self.put("d_model", d_model);
+        self.put("n_heads", n_heads);
+        self.put("n_kv_heads", n_kv_heads);
+        self.put("d_head", d_head);
+        self.put("d_ff", d_ff);
+        self.put("vocab_size", vocab_size);
+        self.put("max_positions", max_positions);
+        self.f32("rms_eps", *rms_eps);
+        self.rope("rope", rope);
+        if let Some(rope) = local_rope {
+            self.rope("local_rope", rope);
+        }
+        if let Some(window) = window {
+            self.put("window", window);
+            let layers: String = windowed.iter().map(|&windowed| if windowed { '1' } else { '0' }).collect();
+            self.put("windowed", layers);
+        }
+        self.f32("score_scale", *score_scale);
+        for (key, cap) in [("attn_soft_cap", attn_soft_cap), ("logit_soft_cap", logit_soft_cap)] {
+            if let Some(cap) = cap {
+                self.f32(key, *cap);
+            }
+        }
+        self.f32("embed_scale", *embed_scale);
+        self.f32("residual_scale", *residual_scale);
+        self.f32("logit_scale", *logit_scale);
+        if let Some(Experts { n, n_used, normalize }) = experts {
+            self.put("n_experts", n);
+            self.put("n_experts_used", n_used);
+            self.put("normalize_experts", normalize);
+        }
+        self.put("tied_head", tied_head);
+        self.put("qkv_bias", qkv_bias);
+        self.put("qk_norm", qk_norm);
+    }
+
+    /// Writes what the forward pass uses of an architecture. The rest is defaults, which [`ModelConfig`] contains.
+    fn arch(&mut self, arch: &ArchSpec) {
+        self.put("architecture", arch.architecture);
+        let qk_norm = match arch.qk_norm {
+            QkNorm::None => "none",
+            QkNorm::Head => "head",
+            QkNorm::Projection => "projection",
+        };
+        self.put("arch.qk_norm", qk_norm);
+        self.put("arch.pre_norms", arch.pre_norms);
+        self.put("arch.post_norms", arch.post_norms);
+        let activation = match arch.activation {
+            Activation::Silu => "silu",
+            Activation::GeluTanh => "gelu_tanh",
+        };
+        self.put("arch.activation", activation);
+        let rows = match arch.gguf_rope_rows {
+            RopeRows::HalfSplit => "half_split",
+            RopeRows::Interleaved => "interleaved",
+        };
+        self.put("arch.gguf_rope_rows", rows);
+    }
+
+    fn rope(&mut self, key: &str, RopeConfig { theta, scaling }: &RopeConfig) {
+        self.f64(&format!("{key}.theta"), *theta);
+        let (name, values) = match scaling {
+            RopeScaling::None => ("none", vec![]),
+            RopeScaling::Linear { factor } => ("linear", vec![("factor", *factor)]),
+            RopeScaling::Llama3 { factor, low, high, original } => {
+                ("llama3", vec![("factor", *factor), ("low", *low), ("high", *high), ("original", *original)])
+            }
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, original, truncate, amplitude } => {
+                self.put(&format!("{key}.truncate"), truncate);
+                let values = [
+                    ("factor", *factor),
+                    ("beta_fast", *beta_fast),
+                    ("beta_slow", *beta_slow),
+                    ("original", *original),
+                    ("amplitude", *amplitude),
+                ];
+                ("yarn", values.to_vec())
+            }
+            RopeScaling::PerPair { factors, amplitude } => {
+                factors.iter().for_each(|factor| self.f32(&format!("{key}.pair"), *factor));
+                ("per_pair", vec![("amplitude", *amplitude)])
+            }
+        };
+        self.put(&format!("{key}.scaling"), name);
+        values.into_iter().for_each(|(name, value)| self.f64(&format!("{key}.{name}"), value));
+    }
+}
+
+fn mode_name(mode: ComputeMode) -> &'static str {
+    match mode {
+        ComputeMode::Auto => "auto",
+        ComputeMode::Float32 => "float32",
+        ComputeMode::Bfloat16 => "bfloat16",
+        ComputeMode::Int8 => "int8",
+        ComputeMode::Int4 => "int4",
+    }
+}
+
+/// Returns the text that stands for a type of cells in the `backend_format` of [`Fingerprint::new`].
+pub(crate) fn kv_dtype_name(dtype: KvDType) -> &'static str {
+    match dtype {
+        KvDType::Float32 => "float32",
+        KvDType::Float16 => "float16",
+        KvDType::Bfloat16 => "bfloat16",
+        KvDType::Int8 => "int8",
     }
 }
 

@@ -34,7 +34,7 @@ use crate::progress::Progress;
 use crate::threads::Pool;
 use backend::Backend;
 use cpu_backend::CpuBackend;
-use fingerprint::Fingerprint;
+use fingerprint::{Fingerprint, kv_dtype_name};
 use kv::Change;
 use layout::Layout;
 use sampling::SamplerBank;
@@ -140,7 +140,7 @@ impl Context {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
         });
-        let backend_format = format!("{:?}", (kv_dtype, kernels.isa()));
+        let backend_format = format!("cpu {} {}", kernels.isa().name(), kv_dtype_name(kv_dtype));
         let fingerprint = Fingerprint::new(&checkpoint, &config, &backend_format)?;
         let backend = Box::new(CpuBackend::new(decoders, &config, kernels, kv_dtype, pool)?);
         Ok(Self { progress, ..Self::assemble(checkpoint, config, backend, fingerprint)? })

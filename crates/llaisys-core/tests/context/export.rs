@@ -2,6 +2,7 @@
 //! rejected.
 
 use crate::common::{Outputs, Rows, Tiny, feed, load};
+use crate::model_files::golden;
 use llaisys_core::Error;
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::{ComputeMode, KvDType};
@@ -158,4 +159,19 @@ fn contexts_with_different_keys_have_different_fingerprints() {
     others.sort_unstable();
     others.dedup();
     assert_eq!(others.len(), n, "{others:?}");
+}
+
+/// Session files contain fingerprints. If this fails, either restore what the fingerprint hashed before, or increase
+/// `KV_FORMAT` because keys and values changed; then saved sessions of earlier versions are rejected.
+#[test]
+fn fingerprints_of_golden_folders_are_pinned() {
+    let pinned = [
+        ("qwen2-odd-f32-sharded", "fd87a53af25108ce2be0a3048c7af2fd"),
+        ("llama3-rope-bf16", "fa865c23dac9e9910c75f1ee4408b5f8"),
+        ("mistral-bf16", "7dfd5032d1267deaf42911d0d6ab85b8"),
+        ("qwen3_moe_bf16", "faa39759d6b182df7afd813a28ccb030"),
+    ];
+    let config = ContextConfig { isa: Some(IsaName::Scalar), ..settings() };
+    let found = pinned.map(|(name, _)| (name, Context::load(&golden(name), config).unwrap().fingerprint()));
+    assert_eq!(found.each_ref().map(|(name, fingerprint)| (*name, fingerprint.as_str())), pinned);
 }

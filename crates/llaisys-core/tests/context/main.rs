@@ -2,6 +2,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../model_files/mod.rs"]
+mod model_files;
 
 mod decode;
 mod export;

@@ -7,7 +7,7 @@ mod steps;
 use crate::arch::config::ModelConfig;
 use crate::arch::weight_id::WeightId;
 use crate::context::backend::{Backend, StepBatch};
-use crate::context::fingerprint::Fingerprint;
+use crate::context::fingerprint::{Fingerprint, kv_dtype_name};
 use crate::context::sampling::LOGITS_ROWS;
 use crate::context::{Context, ContextConfig, check};
 use crate::cuda::device::{Device, DevicePtr, Element};
@@ -151,8 +151,13 @@ impl CudaBackend {
 
     /// Returns the fingerprint of everything that keys and values depend on. Errors: as [`Fingerprint::new`].
     pub(super) fn fingerprint(&self, checkpoint: &Checkpoint, config: &ContextConfig) -> Result<Fingerprint> {
-        let how = format!("cuda {} {:?}", self.device.facts().capability, self.decoder.element());
-        Fingerprint::new(checkpoint, config, &how)
+        let cell = match self.decoder.element() {
+            Element::Bf16 => KvDType::Bfloat16,
+            Element::F16 => KvDType::Float16,
+            Element::F32 => KvDType::Float32,
+        };
+        let backend_format = format!("cuda {} {}", self.device.facts().capability, kv_dtype_name(cell));
+        Fingerprint::new(checkpoint, config, &backend_format)
     }
 
     /// Ends the exchanges of all ranks, so that no other rank waits for this one.
