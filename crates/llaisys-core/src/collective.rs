@@ -3,8 +3,9 @@
 //! Every rank calls the same operations in the same order with slices of the same length. Results have the same bits on
 //! every rank and in every run, because sums add the ranks in order.
 
-use crate::error::DeviceError;
+use crate::error::{DeviceError, Error, Result};
 use std::fmt::Debug;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
@@ -28,6 +29,26 @@ pub trait Collective: Send + Debug {
 
     /// Ends the group: ranks that wait for this one, now or later, get an error.
     fn abort(&self);
+}
+
+/// Runs `job` on one rank. If it fails or panics, calls `abort`, so that the other ranks stop waiting for this one. The
+/// panic is then propagated.
+pub(crate) fn run_or_abort<R, T>(
+    rank: &mut R,
+    job: impl FnOnce(&mut R) -> Result<T>,
+    abort: impl FnOnce(&R),
+) -> Result<T> {
+    let result = catch_unwind(AssertUnwindSafe(|| job(rank)));
+    if !matches!(result, Ok(Ok(_))) {
+        abort(rank);
+    }
+    result.unwrap_or_else(|payload| resume_unwind(payload))
+}
+
+/// Returns, of the errors of the ranks in their order, the first one that another rank's failure did not cause.
+pub(crate) fn root_cause(errors: impl IntoIterator<Item = Error>) -> Option<Error> {
+    let is_consequence = |error: &Error| matches!(error, Error::Device(DeviceError::RankLost { .. }));
+    errors.into_iter().min_by_key(is_consequence)
 }
 
 /// The only rank of a group of one.

@@ -75,7 +75,7 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Fills every cell with NaN in all layers.
     fn nan_fill_all(&mut self) -> Result<()>;
 
-    /// Replaces one tensor. Errors, without side effects: a weight in quantized blocks or split over ranks.
+    /// Replaces one tensor; called only with one rank. Errors, without side effects: a weight in quantized blocks.
     fn replace_weight(&mut self, id: WeightId, values: &Replacement<'_>) -> Result<()>;
 
     /// Returns the bytes of the packed weights.

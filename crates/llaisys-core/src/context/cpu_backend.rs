@@ -6,9 +6,9 @@
 use super::ContextConfig;
 use super::backend::Backend;
 use crate::arch::weight_id::WeightId;
-use crate::collective::LocalRank;
+use crate::collective::{LocalRank, root_cause, run_or_abort};
 use crate::dtype::KvDType;
-use crate::error::{DeviceError, Error, Result, Unsupported};
+use crate::error::Result;
 use crate::faults::fault_point;
 use crate::forward::decoder::{Decoder, ForwardRows, HeadScratch, KvLayers, Workspace};
 use crate::forward::shard::Shard;
@@ -20,7 +20,6 @@ use crate::ops::{OpContext, PrunedArgmaxScratch, rope_shift};
 use crate::progress::Progress;
 use crate::tensor::{KvLayer, KvLayerMut};
 use crate::threads::{Pool, usable_cpus};
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 /// One rank: a part of the model, or the whole model with one rank.
@@ -112,15 +111,6 @@ impl Rank {
         }
         &self.ids
     }
-
-    /// Runs a job of [`CpuBackend::run`]. If it fails, the other ranks stop waiting for this one.
-    fn attempt(&mut self, logits: &mut [f32], job: &Job<'_>) -> Result<()> {
-        let result = catch_unwind(AssertUnwindSafe(|| job(self, logits)));
-        if !matches!(result, Ok(Ok(()))) {
-            self.ops.collective.abort();
-        }
-        result.unwrap_or_else(|payload| resume_unwind(payload))
-    }
 }
 
 /// A job for each rank, with its buffer for logits (empty except on rank 0).
@@ -196,13 +186,12 @@ impl CpuBackend {
         jobs[0].1 = logits;
         threads.run_chunks(&mut jobs, 1, &|_, jobs| {
             for (rank, logits, result) in jobs {
-                *result = rank.attempt(logits, job);
+                *result = run_or_abort(*rank, |rank| job(rank, logits), |rank| rank.ops.collective.abort());
             }
         });
-        let errors = jobs.into_iter().filter_map(|(.., result)| result.err());
-        let first = errors.min_by_key(|e| matches!(e, Error::Device(DeviceError::RankLost { .. })));
-        self.in_group = first.is_none();
-        first.map_or(Ok(()), Err)
+        let error = root_cause(jobs.into_iter().filter_map(|(.., result)| result.err()));
+        self.in_group = error.is_none();
+        error.map_or(Ok(()), Err)
     }
 
     fn storages(&mut self) -> impl Iterator<Item = &mut Storage> {
@@ -267,13 +256,8 @@ impl Backend for CpuBackend {
     }
 
     fn replace_weight(&mut self, id: WeightId, values: &Replacement<'_>) -> Result<()> {
-        match &mut self.ranks[..] {
-            [rank] => rank.decoder.weights.replace(&rank.ops.pool, id, values),
-            _ => {
-                let (name, stored) = (values.name.to_owned(), "parts on several ranks");
-                Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into())
-            }
-        }
+        let [rank] = &mut self.ranks[..] else { unreachable!("the context rejects this with several ranks") };
+        rank.decoder.weights.replace(&rank.ops.pool, id, values)
     }
 
     fn weight_bytes(&self) -> usize {

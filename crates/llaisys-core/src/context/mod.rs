@@ -229,6 +229,10 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
+        if self.config.n_ranks > 1 {
+            let (name, stored) = (name.to_owned(), "parts on several ranks");
+            return Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into());
+        }
         let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
         self.change(Change::All, |context| {
             let stored_row = |n: usize| context.names.stored_row(id, n);

@@ -4,16 +4,16 @@
 
 use super::{CudaBackend, Gpu, Share, check_computed};
 use crate::arch::weight_id::WeightId;
+use crate::collective::{root_cause, run_or_abort};
 use crate::context::backend::Backend;
 use crate::context::{Context, ContextConfig};
-use crate::error::{DeviceError, Error, Result, Unsupported};
+use crate::error::Result;
 use crate::forward::decoder::ForwardRows;
 use crate::forward::weights::Replacement;
 use crate::kv::Copies;
 use crate::load::checkpoint::Checkpoint;
 use crate::progress::Progress;
 use crate::threads::Pool;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The ranks in order, and their threads.
@@ -66,8 +66,7 @@ fn on_all<T: Send>(threads: &Pool, job: &(dyn Fn(usize) -> Result<T> + Sync)) ->
         results.into_iter().map(|result| result.into_inner().unwrap_or_else(PoisonError::into_inner));
     let (given, errors): (Vec<_>, Vec<_>) =
         results.map(|result| result.expect("every thread has run")).partition(Result::is_ok);
-    let is_lost = |error: &Error| matches!(error, Error::Device(DeviceError::RankLost { .. }));
-    match errors.into_iter().filter_map(Result::err).min_by_key(is_lost) {
+    match root_cause(errors.into_iter().filter_map(Result::err)) {
         Some(error) => Err(error),
         None => Ok(given.into_iter().flatten().collect()),
     }
@@ -82,11 +81,7 @@ impl CudaRanks {
     fn on_all<T: Send>(&self, job: &(dyn Fn(usize, &mut CudaBackend) -> Result<T> + Sync)) -> Result<Vec<T>> {
         on_all(&self.threads, &|rank| {
             let mut backend = lock(&self.ranks[rank]);
-            let result = catch_unwind(AssertUnwindSafe(|| job(rank, &mut backend)));
-            if !matches!(result, Ok(Ok(_))) {
-                backend.abort();
-            }
-            result.unwrap_or_else(|payload| resume_unwind(payload))
+            run_or_abort(&mut *backend, |backend| job(rank, backend), CudaBackend::abort)
         })
     }
 
@@ -149,9 +144,8 @@ impl Backend for CudaRanks {
         self.on_all(&|_, backend| backend.nan_fill_all()).map(|_| ())
     }
 
-    fn replace_weight(&mut self, _id: WeightId, values: &Replacement<'_>) -> Result<()> {
-        let (name, stored) = (values.name.to_owned(), "parts on several ranks");
-        Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into())
+    fn replace_weight(&mut self, _id: WeightId, _values: &Replacement<'_>) -> Result<()> {
+        unreachable!("the context rejects this with several ranks")
     }
 
     fn weight_bytes(&self) -> usize {
