@@ -8,7 +8,7 @@ use common::{Tiny, settings};
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::load::checkpoint::Checkpoint;
-use model_files::{Scratch, containers};
+use model_files::{TempFolder, containers};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ fn n_bytes_read() -> u64 {
 
 #[test]
 fn every_byte_of_a_tensor_is_read_once() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let written = |model: Tiny| model.write();
     let odd = |architecture| written(Tiny::odd(architecture, false));
     let mut paths: Vec<PathBuf> = containers(&scratch).into_iter().map(|(path, _)| path).collect();

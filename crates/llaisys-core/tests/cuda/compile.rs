@@ -1,7 +1,7 @@
 //! The disk cache of machine code, with the real compiler of the pip package, which needs no GPU.
 
 use crate::c_library::nvrtc_folder;
-use crate::folder::Folder;
+use crate::model_files::TempFolder;
 use llaisys_core::cuda::driver::compile::Cubins;
 use llaisys_core::cuda::driver::nvrtc::{Nvrtc, Source};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn compiled_sources_are_found_in_the_cache() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let sources: Vec<_> = (1..=3).map(|factor| source(&format!("scale_{factor}"), factor)).collect();
     let first = Cubins::new(nvrtc(), 90, Some(folder.path())).unwrap();
     let cubins = first.get(&sources, 2).unwrap();
@@ -41,7 +41,7 @@ fn compiled_sources_are_found_in_the_cache() {
 
 #[test]
 fn a_damaged_entry_is_compiled_again() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let sources = [source("scale", 2)];
     let whole = Cubins::new(nvrtc(), 90, Some(folder.path())).unwrap().get(&sources, 1).unwrap();
     let path = entries(folder.path()).remove(0);
@@ -59,7 +59,7 @@ fn a_damaged_entry_is_compiled_again() {
 
 #[test]
 fn compilation_works_without_a_writable_folder() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let file = folder.path().join("a file");
     std::fs::write(&file, b"").unwrap();
     for place in [None, Some(file.join("below"))] {

@@ -6,8 +6,6 @@
 mod c_library;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../common/folder.rs"]
-mod folder;
 #[path = "../model_files/mod.rs"]
 mod model_files;
 #[path = "../sampling_model/mod.rs"]

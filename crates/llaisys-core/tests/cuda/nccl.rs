@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "loads the fake and calls its functions")]
 
 use crate::c_library::build;
-use crate::folder::Folder;
+use crate::model_files::TempFolder;
 use half::bf16;
 use libloading::Library;
 use llaisys_core::cuda::device::{DevicePtr, Element, Exchange};
@@ -21,12 +21,12 @@ const STREAM: usize = 0x5e;
 struct Fake {
     nccl: Arc<Nccl>,
     library: Library,
-    _folder: Folder,
+    _folder: TempFolder,
 }
 
 impl Fake {
     fn new() -> Self {
-        let folder = Folder::new();
+        let folder = TempFolder::new();
         let path = build(folder.path(), "libnccl.so.2", FAKE, &[]);
         let nccl = Nccl::find(&[folder.path().to_owned()]).unwrap();
         // SAFETY: loading it runs no code.
@@ -258,7 +258,7 @@ fn errors_have_the_text_of_nccl_and_the_operation() {
 
 #[test]
 fn a_missing_library_is_an_error_that_names_the_package() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     // No machine that runs this test has an NCCL in its loader's path.
     let error = Nccl::find(&[folder.path().to_owned()]).unwrap_err();
     let text = error.to_string();
@@ -273,7 +273,7 @@ fn a_missing_library_is_an_error_that_names_the_package() {
 #[test]
 fn a_library_that_is_not_nccl_or_too_old_is_refused() {
     let with = |define: &str| {
-        let folder = Folder::new();
+        let folder = TempFolder::new();
         build(folder.path(), "libnccl.so.2", FAKE, &[define]);
         Nccl::find(&[folder.path().to_owned()]).map(|nccl| nccl.version())
     };

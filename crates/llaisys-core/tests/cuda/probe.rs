@@ -2,7 +2,7 @@
 //! C.
 
 use crate::c_library::build;
-use crate::folder::Folder;
+use crate::model_files::TempFolder;
 use llaisys_core::cuda::driver::library::{CudaUnavailable, DRIVER_VERSION_MIN};
 use llaisys_core::cuda::driver::probe::Cuda;
 use std::path::PathBuf;
@@ -60,7 +60,7 @@ const char *nvrtcGetErrorString(int status) { return 0; }
 
 /// Returns the error for a driver with `defines` if the loader finds no other library.
 fn with_driver(defines: &[&str]) -> CudaUnavailable {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let driver = build(folder.path(), "libcuda-test.so.1", DRIVER, defines);
     Cuda::find(driver.to_str().unwrap(), &[folder.path().to_owned()]).unwrap_err()
 }
@@ -74,7 +74,7 @@ fn a_missing_driver_is_an_error() {
 
 #[test]
 fn a_file_that_is_not_a_library_is_an_error() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let path = folder.path().join("libcuda.so.1");
     std::fs::write(&path, b"not an object").unwrap();
     let error = Cuda::find(path.to_str().unwrap(), &[]).unwrap_err();
@@ -121,7 +121,7 @@ fn an_old_gpu_is_refused_with_its_name_and_capability() {
 
 #[test]
 fn a_missing_library_is_reported_with_its_package_and_the_searched_folders() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let driver = build(folder.path(), "libcuda-test.so.1", DRIVER, &[]);
     build(folder.path(), "libnvrtc.so.13", NVRTC, &[]);
     // No machine that runs this test has a cublasLt in its loader's path.
@@ -136,7 +136,7 @@ fn a_missing_library_is_reported_with_its_package_and_the_searched_folders() {
 
 #[test]
 fn a_broken_library_is_an_error() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let driver = build(folder.path(), "libcuda-test.so.1", DRIVER, &[]);
     std::fs::write(folder.path().join("libnvrtc.so.13"), b"not an object").unwrap();
     let error = Cuda::find(driver.to_str().unwrap(), &[folder.path().to_owned()]).unwrap_err();
@@ -145,7 +145,7 @@ fn a_broken_library_is_an_error() {
 
 #[test]
 fn each_library_is_loaded_from_the_first_folder_that_has_it() {
-    let (first, second) = (Folder::new(), Folder::new());
+    let (first, second) = (TempFolder::new(), TempFolder::new());
     let driver = build(first.path(), "libcuda-test.so.1", DRIVER, &["N_DEVICES=2"]);
     let nvrtc = build(first.path(), "libnvrtc.so.13", NVRTC, &[]);
     build(second.path(), "libnvrtc.so.13", "int nothing;", &[]);

@@ -3,10 +3,9 @@
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code, reason = "calls the fakes' functions and launches kernels")]
 
-#[path = "../common/folder.rs"]
-mod folder;
+#[path = "../common/temp_folder.rs"]
+mod temp_folder;
 
-use folder::Folder;
 use half::bf16;
 use libloading::Library;
 use llaisys_core::cuda::device::{Device, DevicePtr, Element, Exchange, Product};
@@ -17,17 +16,18 @@ use llaisys_core::cuda::ops::embed::{self, Embed};
 use llaisys_core::error::DeviceError;
 use std::ffi::{c_int, c_ulonglong};
 use std::process::Command;
+use temp_folder::TempFolder;
 
 /// The fakes and their test functions.
 struct Fake {
-    folder: Folder,
+    folder: TempFolder,
     driver: Library,
     blas: Library,
 }
 
 impl Fake {
     fn new() -> Self {
-        let folder = Folder::new();
+        let folder = TempFolder::new();
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cuda_driver/fake/build.sh");
         assert!(Command::new(script).arg(folder.path()).status().unwrap().success());
         // SAFETY: loading them runs only the constructors of their tables.

@@ -328,7 +328,7 @@ fn gguf(d_ff: u64) -> Gguf {
 
 #[test]
 fn quantized_file_is_split_between_blocks_or_rejected() {
-    let scratch = crate::model_files::Scratch::new();
+    let scratch = crate::model_files::TempFolder::new();
     let path = scratch.write("even.gguf", gguf(64).bytes());
     let logits = |n_ranks| {
         let config = ContextConfig { mode: ComputeMode::Auto, max_model_len: 64, ..split(n_ranks) };

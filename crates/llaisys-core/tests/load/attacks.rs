@@ -4,7 +4,7 @@
 
 use crate::model_files::folder::{Folder, Tensor, safetensors, shard_name, with_header};
 use crate::model_files::gguf::{F32, Gguf, Meta};
-use crate::model_files::{Scratch, check};
+use crate::model_files::{TempFolder, check};
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::tokenizer_json;
 use serde_json::{Value, json};
@@ -14,10 +14,10 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
 /// Makes the attack in the scratch folder. Returns the path to open.
-type Maker = fn(&Scratch) -> PathBuf;
+type Maker = fn(&TempFolder) -> PathBuf;
 
 fn rejected(name: &str, make: Maker, words: &[&str]) {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let path = make(&scratch);
     let text = match Checkpoint::inspect(&path) {
         Ok(_) => panic!("{name}: it was accepted"),
@@ -34,14 +34,14 @@ fn llama() -> Folder {
     Folder::small("LlamaForCausalLM")
 }
 
-fn folder(scratch: &Scratch, change: impl FnOnce(&mut Folder)) -> PathBuf {
+fn folder(scratch: &TempFolder, change: impl FnOnce(&mut Folder)) -> PathBuf {
     let mut made = llama();
     change(&mut made);
     made.write(scratch);
     scratch.path().to_owned()
 }
 
-fn file(scratch: &Scratch, change: impl FnOnce(&mut Gguf)) -> PathBuf {
+fn file(scratch: &TempFolder, change: impl FnOnce(&mut Gguf)) -> PathBuf {
     let mut made = Gguf::small("llama");
     change(&mut made);
     scratch.write("x.gguf", made.bytes())
@@ -383,7 +383,7 @@ fn attacks_on_tokenizer_json() {
 
 #[test]
 fn inspecting_a_folder_checks_its_tokenizer() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let path = folder(&scratch, |_| {});
     Checkpoint::inspect(&path).unwrap();
     scratch.write("tokenizer.json", with("/version", json!(1)));
@@ -404,7 +404,7 @@ fn inspecting_a_folder_checks_its_tokenizer() {
         &["tokenizer.json is a link to a path outside of the model folder"],
     );
     for name in ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "modules.json"] {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         let path = folder(&scratch, |_| {});
         symlink("/etc/hostname", scratch.file(name)).unwrap();
         let error = Checkpoint::inspect(&path).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 //! `config.json` and `generation_config.json` in old and new spellings. Unimplemented settings are rejected by name.
 
 use crate::model_files::folder::Folder;
-use crate::model_files::{Scratch, assert_names, format_error, golden, unsupported};
+use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::spec::{LayerWeight, WeightId};
 use llaisys_core::error::FormatError;
@@ -18,7 +18,7 @@ fn config_of(folder: &Folder) -> ModelConfig {
 
 /// Opens `small` with `text` as its `config.json`.
 fn with_text(text: impl AsRef<[u8]>) -> FormatError {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write(&scratch);
     scratch.write("config.json", text);
     format_error(Checkpoint::open(scratch.path()))

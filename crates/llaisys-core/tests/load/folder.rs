@@ -1,7 +1,7 @@
 //! Damaged and hostile model folders: each is rejected by name.
 
 use crate::model_files::folder::{Folder, safetensors, shard_name, with_header, write_index};
-use crate::model_files::{Scratch, assert_names, bytes_of, check, format_error, golden, unsupported};
+use crate::model_files::{TempFolder, assert_names, bytes_of, check, format_error, golden, unsupported};
 use llaisys_core::error::FormatError;
 use llaisys_core::error::Result;
 use llaisys_core::load::checkpoint::Checkpoint;
@@ -14,13 +14,13 @@ fn small() -> Folder {
     Folder::small("LlamaForCausalLM")
 }
 
-fn open(scratch: &Scratch) -> Result<Checkpoint> {
+fn open(scratch: &TempFolder) -> Result<Checkpoint> {
     Checkpoint::open(scratch.path())
 }
 
 /// `small` with these bytes as `model.safetensors`.
 fn open_tensors(bytes: &[u8]) -> Result<Checkpoint> {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write_configs(&scratch);
     scratch.write("model.safetensors", bytes);
     open(&scratch)
@@ -38,7 +38,7 @@ fn golden_models_open() {
 #[test]
 fn single_and_sharded_files_have_the_same_tensors() {
     for n_shards in [1, 3, 12] {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         let mut folder = small();
         for (i, tensor) in folder.tensors.iter_mut().enumerate() {
             tensor.data.fill(i as u8);
@@ -55,7 +55,7 @@ fn single_and_sharded_files_have_the_same_tensors() {
 
 #[test]
 fn missing_files_are_named() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     assert!(matches!(format_error(Checkpoint::open(&scratch.file("none"))), FormatError::Io { .. }));
     assert!(matches!(format_error(open(&scratch)), FormatError::FileMissing { name: "config.json", .. }));
     small().write_configs(&scratch);
@@ -70,7 +70,7 @@ fn truncation_at_every_byte_is_rejected() {
     let whole = safetensors(&small().tensors);
     check(&open_tensors(&whole).unwrap());
     let header_end = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write_configs(&scratch);
     for end in (0..header_end + 4).chain([whole.len() - 1]) {
         scratch.write("model.safetensors", &whole[..end]);
@@ -165,7 +165,7 @@ fn known_harmless_tensors_are_ignored() {
 
 #[test]
 fn shard_names_outside_the_folder_are_rejected() {
-    let outside = Scratch::new();
+    let outside = TempFolder::new();
     outside.write("model.safetensors", safetensors(&small().tensors));
     let absolute = outside.file("model.safetensors").to_string_lossy().into_owned();
     let up = format!("../{}/model.safetensors", outside.path().file_name().unwrap().to_string_lossy());
@@ -184,7 +184,7 @@ fn shard_names_outside_the_folder_are_rejected() {
         "a\0.safetensors",
         "model.safetensors/",
     ] {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         let mut weight_map = small().write_sharded(&scratch, 1);
         weight_map["lm_head.weight"] = shard.into();
         write_index(&scratch, &weight_map);
@@ -194,16 +194,16 @@ fn shard_names_outside_the_folder_are_rejected() {
 
 #[test]
 fn links_out_of_the_folder_are_rejected() {
-    let outside = Scratch::new();
+    let outside = TempFolder::new();
     small().write(&outside);
     for name in ["model.safetensors", "config.json"] {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         small().write(&scratch);
         fs::remove_file(scratch.file(name)).unwrap();
         symlink(outside.file(name), scratch.file(name)).unwrap();
         assert!(matches!(format_error(open(&scratch)), FormatError::OutsideFolder { .. }), "{name}");
     }
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write_sharded(&scratch, 2);
     fs::rename(scratch.file(&shard_name(1)), outside.file("x.safetensors")).unwrap();
     symlink(outside.file("x.safetensors"), scratch.file(&shard_name(1))).unwrap();
@@ -212,10 +212,10 @@ fn links_out_of_the_folder_are_rejected() {
 
 #[test]
 fn links_inside_the_folder_and_to_the_folder_are_followed() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let real = scratch.file("real");
     fs::create_dir(&real).unwrap();
-    let folder = Scratch::new();
+    let folder = TempFolder::new();
     small().write(&folder);
     for name in ["config.json", "model.safetensors"] {
         fs::copy(folder.file(name), real.join(format!("blob-{name}"))).unwrap();
@@ -227,8 +227,8 @@ fn links_inside_the_folder_and_to_the_folder_are_followed() {
 
 #[test]
 fn links_within_the_hub_cache_are_followed() {
-    let scratch = Scratch::new();
-    let folder = Scratch::new();
+    let scratch = TempFolder::new();
+    let folder = TempFolder::new();
     small().write(&folder);
     let lay_out = |repository: &str| {
         let root = scratch.file(repository);
@@ -258,7 +258,7 @@ fn links_within_the_hub_cache_are_followed() {
 
 #[test]
 fn cyclic_links_between_shards_are_rejected() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write_sharded(&scratch, 2);
     fs::remove_file(scratch.file(&shard_name(0))).unwrap();
     fs::remove_file(scratch.file(&shard_name(1))).unwrap();
@@ -269,19 +269,19 @@ fn cyclic_links_between_shards_are_rejected() {
 
 #[test]
 fn pipes_and_devices_are_rejected_without_waiting() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write_configs(&scratch);
     // A socket is used like a pipe: opening either would fail or wait.
     let _socket = UnixListener::bind(scratch.file("model.safetensors")).unwrap();
     assert!(matches!(format_error(open(&scratch)), FormatError::NotAFile { .. }));
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     fs::create_dir(scratch.file("config.json")).unwrap();
     assert!(matches!(format_error(open(&scratch)), FormatError::NotAFile { .. }));
 }
 
 #[test]
 fn index_and_shards_must_agree() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let weight_map = small().write_sharded(&scratch, 3);
     let rejected = |change: &dyn Fn(&mut serde_json::Map<String, Value>)| {
         let mut changed = weight_map.clone();
@@ -301,7 +301,7 @@ fn index_and_shards_must_agree() {
 
 #[test]
 fn tensor_in_two_shards_is_rejected() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let folder = small();
     folder.write_sharded(&scratch, 2);
     let mut second = folder.tensors[6..].to_vec();
@@ -324,12 +324,12 @@ fn damaged_indexes_are_rejected() {
         format!(r#"{{"weight_map": {{"a": "{name}"}}, "metadata": {}"#, "[".repeat(1_000_000)),
     ];
     for text in texts {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         small().write_sharded(&scratch, 1);
         scratch.write("model.safetensors.index.json", &text);
         assert!(matches!(format_error(open(&scratch)), FormatError::Json { .. }), "{text:.80}");
     }
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     small().write_sharded(&scratch, 1);
     scratch.write("model.safetensors.index.json", vec![b' '; (8 << 20) + 1]);
     assert!(matches!(format_error(open(&scratch)), FormatError::TooLarge { .. }));

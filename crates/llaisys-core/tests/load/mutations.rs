@@ -2,7 +2,7 @@
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::{Gguf, parse};
-use crate::model_files::{Scratch, check};
+use crate::model_files::{TempFolder, check};
 use llaisys_core::load::checkpoint::Checkpoint;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -97,7 +97,7 @@ fn check_if_it_opens(path: &Path) {
 
 #[test]
 fn damaged_gguf_files_are_valid_or_rejected() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     for architecture in ["llama", "qwen2", "qwen3"] {
         let file = Gguf::small(architecture);
         let (bytes, front) = (file.bytes(), file.header().0.len());
@@ -114,7 +114,7 @@ fn damaged_gguf_files_are_valid_or_rejected() {
 #[test]
 fn damaged_safetensors_headers_are_valid_or_rejected() {
     let folder = Folder::small("Qwen2ForCausalLM");
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     folder.write_configs(&scratch);
     let bytes = safetensors(&folder.tensors);
     let front = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -128,7 +128,7 @@ fn damaged_safetensors_headers_are_valid_or_rejected() {
 fn damaged_configurations_are_valid_or_rejected() {
     let mut folder = Folder::small("Qwen3ForCausalLM");
     folder.generation = Some(serde_json::json!({"eos_token_id": [2, 3], "temperature": 0.7, "top_k": 20}));
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     folder.write_sharded(&scratch, 2);
     for name in ["config.json", "generation_config.json", "model.safetensors.index.json"] {
         let bytes = std::fs::read(scratch.file(name)).unwrap();

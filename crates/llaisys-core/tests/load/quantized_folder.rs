@@ -1,7 +1,7 @@
 //! GPTQ and AWQ folders: integers, zero points and scales are read correctly, and inconsistent folders are rejected.
 
 use crate::model_files::folder::{Folder, Tensor};
-use crate::model_files::{Scratch, assert_names, bytes_of, format_error, unsupported};
+use crate::model_files::{TempFolder, assert_names, bytes_of, format_error, unsupported};
 use crate::stored::Rng;
 use half::f16;
 use llaisys_core::arch::spec::{LayerWeight, WeightId};
@@ -128,7 +128,7 @@ fn awq(quants: &Quants) -> Folder {
 }
 
 fn assert_loads(folder: &Folder, quants: &Quants, dtype: DType, what: &str) {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     folder.write(&scratch);
     let checkpoint = Checkpoint::open(scratch.path()).unwrap();
     assert!(checkpoint.tensor(WEIGHT).is_none(), "{what}");
@@ -306,7 +306,7 @@ fn matrices_of_partial_words_or_blocks_are_rejected_by_name() {
 fn assert_valid_or_rejected(file: &str, changes: &[(Index, u8)]) {
     let quants = Quants::random(7, 32, false);
     for folder in [gptq(&quants, "gptq"), awq(&quants)] {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         folder.write(&scratch);
         let mut bytes = std::fs::read(scratch.file(file)).unwrap();
         let front = bytes.len().min(4096);

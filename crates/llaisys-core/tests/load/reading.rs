@@ -3,7 +3,7 @@
 
 use crate::common::{Tiny, load, settings};
 use crate::model_files::gguf::{Gguf, Meta};
-use crate::model_files::{Scratch, assert_names, bytes_of, containers, format_error, gguf_error};
+use crate::model_files::{TempFolder, assert_names, bytes_of, containers, format_error, gguf_error};
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::error::{FormatError, GgufError};
@@ -41,7 +41,7 @@ fn file_truncated_while_loading_is_rejected_by_name_and_affects_no_other_model()
         logits
     };
     let before = answer();
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     for (path, files) in containers(&scratch) {
         for mode in [ComputeMode::Auto, ComputeMode::Int8] {
             if mode == ComputeMode::Int8 && path.extension().is_some() {
@@ -71,7 +71,7 @@ fn file_truncated_while_loading_is_rejected_by_name_and_affects_no_other_model()
 
 #[test]
 fn read_past_the_end_names_file_offset_and_bytes() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let path = scratch.write("x.bin", [7; 100]);
     let file = ModelFile::open(&path).unwrap();
     let mut out = [0; 40];
@@ -86,7 +86,7 @@ fn read_past_the_end_names_file_offset_and_bytes() {
 
 #[test]
 fn hashes_do_not_depend_on_earlier_reads() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     for (path, _) in containers(&scratch) {
         let hashes = |read: &dyn Fn(&Checkpoint)| -> Vec<(String, u128)> {
             let checkpoint = Checkpoint::open(&path).unwrap();
@@ -144,7 +144,7 @@ fn rows_of(weights: &Weights) -> Vec<f32> {
 
 #[test]
 fn pieces_of_any_size_pack_the_same_weights() {
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let mut paths: Vec<PathBuf> = containers(&scratch).into_iter().map(|(path, _)| path).collect();
     let large = |model: &mut Tiny| {
         (model.d_model, model.d_ff, model.vocab_size) = (40, 200, 531);

@@ -1,6 +1,6 @@
 //! A writer of small Hugging Face folders.
 
-use super::Scratch;
+use super::TempFolder;
 use llaisys_core::error::Result;
 use llaisys_core::load::checkpoint::Checkpoint;
 use serde_json::{Map, Value, json};
@@ -94,12 +94,12 @@ impl Folder {
     }
 
     /// Writes everything into `scratch`, the tensors into one file.
-    pub fn write(&self, scratch: &Scratch) {
+    pub fn write(&self, scratch: &TempFolder) {
         self.write_configs(scratch);
         scratch.write("model.safetensors", safetensors(&self.tensors));
     }
 
-    pub fn write_configs(&self, scratch: &Scratch) {
+    pub fn write_configs(&self, scratch: &TempFolder) {
         scratch.write("config.json", serde_json::to_vec(&self.config).unwrap());
         if let Some(generation) = &self.generation {
             scratch.write("generation_config.json", generation.to_string());
@@ -107,7 +107,7 @@ impl Folder {
     }
 
     /// Writes the tensors as `n_shards` files with an index. Returns the index.
-    pub fn write_sharded(&self, scratch: &Scratch, n_shards: usize) -> Map<String, Value> {
+    pub fn write_sharded(&self, scratch: &TempFolder, n_shards: usize) -> Map<String, Value> {
         self.write_configs(scratch);
         let mut weight_map = Map::new();
         let n_each = self.tensors.len().div_ceil(n_shards);
@@ -121,7 +121,7 @@ impl Folder {
     }
 
     pub fn open(&self) -> Result<Checkpoint> {
-        let scratch = Scratch::new();
+        let scratch = TempFolder::new();
         self.write(&scratch);
         Checkpoint::open(scratch.path())
     }
@@ -131,7 +131,7 @@ pub fn shard_name(i: usize) -> String {
     format!("model-{i:05}.safetensors")
 }
 
-pub fn write_index(scratch: &Scratch, weight_map: &Map<String, Value>) {
+pub fn write_index(scratch: &TempFolder, weight_map: &Map<String, Value>) {
     let index = json!({"metadata": {"total_size": 0}, "weight_map": weight_map});
     scratch.write("model.safetensors.index.json", index.to_string());
 }

@@ -1,6 +1,6 @@
 //! A GGUF writer that can also write invalid files.
 
-use super::Scratch;
+use super::TempFolder;
 use llaisys_core::error::Result;
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::gguf::Header;
@@ -210,7 +210,7 @@ impl Gguf {
 
     /// Opens it as a checkpoint.
     pub fn open(&self) -> Result<Checkpoint> {
-        Checkpoint::open(&Scratch::new().write("small.gguf", self.bytes()))
+        Checkpoint::open(&TempFolder::new().write("small.gguf", self.bytes()))
     }
 }
 

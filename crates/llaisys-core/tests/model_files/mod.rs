@@ -2,6 +2,8 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
 pub mod folder;
 pub mod gguf;
+#[path = "../common/temp_folder.rs"]
+mod temp_folder;
 
 use folder::{Folder, shard_name};
 use gguf::Gguf;
@@ -12,41 +14,8 @@ use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::threads::Pool;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A temporary folder, removed when dropped.
-pub struct Scratch(PathBuf);
-
-impl Scratch {
-    pub fn new() -> Self {
-        static COUNTER: AtomicU32 = AtomicU32::new(0);
-        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("formats-{}-{number}", std::process::id());
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-
-    pub fn file(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
-        let path = self.file(name);
-        fs::write(&path, bytes).unwrap();
-        path
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        fs::remove_dir_all(&self.0).unwrap();
-    }
-}
+pub use temp_folder::TempFolder;
 
 /// The golden folder `name`: in the source, or next to a binary that was copied elsewhere (`benches/gpu/bundle.py`).
 pub fn golden(name: &str) -> PathBuf {
@@ -59,7 +28,7 @@ pub fn golden(name: &str) -> PathBuf {
 
 /// Writes a Llama with random tensors as one file, as shards and as GGUF. Returns the paths to open, each with its
 /// tensor files.
-pub fn containers(scratch: &Scratch) -> [(PathBuf, Vec<PathBuf>); 3] {
+pub fn containers(scratch: &TempFolder) -> [(PathBuf, Vec<PathBuf>); 3] {
     let mut folder = Folder::small("LlamaForCausalLM");
     for (i, tensor) in folder.tensors.iter_mut().enumerate() {
         tensor.data.iter_mut().enumerate().for_each(|(j, byte)| *byte = ((i + j) % 64) as u8);
@@ -67,7 +36,7 @@ pub fn containers(scratch: &Scratch) -> [(PathBuf, Vec<PathBuf>); 3] {
     let parts = ["single", "sharded"].map(|name| scratch.file(name));
     let [single, sharded] = parts.each_ref().map(|path| {
         fs::create_dir(path).unwrap();
-        Scratch::new()
+        TempFolder::new()
     });
     folder.write(&single);
     folder.write_sharded(&sharded, 2);
