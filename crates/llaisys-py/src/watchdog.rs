@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 const EXIT_CODE: i32 = 70;
 /// The byte for a late event loop; stall reasons are `1` to `5`.
 const LATE: u8 = b'L';
+/// `StallWindows::max_poll_gap_s` of a watchdog that polls at least twice in this time, in seconds.
+const MAX_POLL_GAP_S: f64 = 1.0;
 /// Interval and number of the polls for the end of the last write to stderr.
 const WRITE_POLL: (Duration, u32) = (Duration::from_millis(10), 50);
 
@@ -227,7 +229,6 @@ impl Watchdog {
             ] {
                 seconds(what, value)?;
             }
-            let max_poll_gap_s = StallWindows::default().max_poll_gap_s.max(2.0 * period_s);
             let windows = StallWindows {
                 step_s,
                 admit_s,
@@ -236,7 +237,7 @@ impl Watchdog {
                 late_s,
                 loop_s,
                 step_factor,
-                max_poll_gap_s,
+                max_poll_gap_s: MAX_POLL_GAP_S.max(2.0 * period_s),
             };
             let core = progress.map_or_else(Arc::default, |progress| Arc::clone(&progress.core));
             let shared = Arc::new(shared(core));

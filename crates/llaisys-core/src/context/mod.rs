@@ -77,7 +77,8 @@ pub struct ContextConfig {
 }
 
 impl Default for ContextConfig {
-    /// A small context on the CPU: 4096 cells, up to 8 sequences, one thread per CPU.
+    /// A small context on the CPU: 4096 cells, up to 8 sequences, one thread per CPU. Settings that have a default in
+    /// the Python binding have the same one here.
     fn default() -> Self {
         Self {
             mode: ComputeMode::Auto,
@@ -92,8 +93,8 @@ impl Default for ContextConfig {
             max_model_len: 2048,
             n_threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(THREADS_MAX)),
             n_ranks: 1,
-            pins: false,
-            prune_argmax: true,
+            pins: true,
+            prune_argmax: false,
         }
     }
 }

@@ -25,22 +25,6 @@ pub struct StallWindows {
     pub max_poll_gap_s: f64,
 }
 
-impl Default for StallWindows {
-    /// The windows of reliability requirement R9.
-    fn default() -> Self {
-        Self {
-            step_s: 30.0,
-            admit_s: 5.0,
-            commit_s: 30.0,
-            deadline_s: 5.0,
-            late_s: 5.0,
-            loop_s: 30.0,
-            step_factor: 20.0,
-            max_poll_gap_s: 1.0,
-        }
-    }
-}
-
 /// Why an engine is stalled. The codes are those of the requirements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StallReason {

@@ -6,6 +6,18 @@ use proptest::prelude::*;
 
 const PERIOD_S: f64 = 0.25;
 
+/// The windows of reliability requirement R9, which are the defaults of the binding's watchdog.
+const WINDOWS: StallWindows = StallWindows {
+    step_s: 30.0,
+    admit_s: 5.0,
+    commit_s: 30.0,
+    deadline_s: 5.0,
+    late_s: 5.0,
+    loop_s: 30.0,
+    step_factor: 20.0,
+    max_poll_gap_s: 1.0,
+};
+
 const IDLE: LivenessSample = LivenessSample {
     progress: ProgressSample {
         waiting_for_pool: false,
@@ -29,9 +41,9 @@ fn watch(
     mut sample: LivenessSample,
     change: impl Fn(f64, &mut LivenessSample),
 ) -> Option<(StallReason, f64)> {
-    let mut detector = StallDetector::new(StallWindows::default());
-    let n_looks = (seconds / PERIOD_S) as u32;
-    (0..=n_looks).find_map(|i| {
+    let mut detector = StallDetector::new(WINDOWS);
+    let n_polls = (seconds / PERIOD_S) as u32;
+    (0..=n_polls).find_map(|i| {
         let now_s = f64::from(i) * PERIOD_S;
         change(now_s, &mut sample);
         detector.poll(&sample, now_s).map(|reason| (reason, now_s))
@@ -143,7 +155,7 @@ fn event_loop_without_beats_is_a_stall() {
 /// Late from 5 s without a beat until the next one, and never without a loop to watch.
 #[test]
 fn late_loop_is_reported_once_per_episode() {
-    let mut detector = StallDetector::new(StallWindows::default());
+    let mut detector = StallDetector::new(WINDOWS);
     let (mut episodes, mut was_late) = (Vec::new(), false);
     for i in 0..400 {
         let now_s = f64::from(i) * PERIOD_S;
@@ -155,7 +167,7 @@ fn late_loop_is_reported_once_per_episode() {
         was_late = detector.is_loop_late();
     }
     assert_eq!(episodes, [25.25, 45.25, 65.25, 85.25]);
-    let mut detector = StallDetector::new(StallWindows::default());
+    let mut detector = StallDetector::new(WINDOWS);
     for i in 0..400 {
         detector.poll(&IDLE, f64::from(i) * PERIOD_S);
         assert!(!detector.is_loop_late());
@@ -174,7 +186,7 @@ fn late_loop_suspends_the_stall_reasons_of_the_engine() {
 
 #[test]
 fn time_in_which_the_process_was_stopped_does_not_count() {
-    let mut detector = StallDetector::new(StallWindows::default());
+    let mut detector = StallDetector::new(WINDOWS);
     let stuck = LivenessSample { n_waiting: 1, n_running: 0, deadline_s: 2.0, ..IDLE };
     assert_eq!(detector.poll(&stuck, 0.0), None);
     assert_eq!(detector.poll(&stuck, 10_000.0), None, "the process was stopped");
@@ -182,7 +194,7 @@ fn time_in_which_the_process_was_stopped_does_not_count() {
     let found = (0..20).find_map(|i| detector.poll(&stuck, 10_004.0 + f64::from(i) * PERIOD_S));
     assert_eq!(found, Some(StallReason::NothingAdmitted));
     // A clock that goes backwards adds no time.
-    assert_eq!(StallDetector::new(StallWindows::default()).poll(&IDLE, -5.0), None);
+    assert_eq!(StallDetector::new(WINDOWS).poll(&IDLE, -5.0), None);
 }
 
 #[test]
@@ -199,7 +211,7 @@ fn stall_reasons_have_codes_and_names() {
 fn progress_within_every_window_is_never_a_stall() {
     let spans = prop::collection::vec((0.25_f64..4.9, 0_u64..3, any::<bool>()), 1..200);
     crate::seeded::check(300, spans, |spans| {
-        let mut detector = StallDetector::new(StallWindows::default());
+        let mut detector = StallDetector::new(WINDOWS);
         let (mut now_s, mut sample) = (0.0, IDLE);
         for (span_s, n_running, in_step) in spans {
             sample.n_running = n_running;
