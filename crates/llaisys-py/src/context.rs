@@ -16,7 +16,8 @@ use llaisys_core::checkpoint::Checkpoint;
 use llaisys_core::context::THREADS_MAX;
 use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
 use llaisys_core::error::Rejected;
-use llaisys_core::seq::SeqId;
+use llaisys_core::kv::STREAM_LIMIT;
+use llaisys_core::seq::{SEQ_LIMIT, SeqId};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -148,8 +149,8 @@ impl Context {
                 kv_dtype,
                 isa,
                 n_cells: n_cells.map_or(Ok(1), |n| count("n_cells", n, i64::from(i32::MAX)))?,
-                n_seq_max: count("n_seq_max", n_seq_max, 256)?,
-                n_streams: count("n_streams", n_streams, 256)?,
+                n_seq_max: count("n_seq_max", n_seq_max, SEQ_LIMIT as i64)?,
+                n_streams: count("n_streams", n_streams, STREAM_LIMIT as i64)?,
                 lifo,
                 nan_fill,
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,

@@ -3,8 +3,8 @@
 use crate::convert::{count, natural, owned};
 use crate::errors::{Fault, guarded};
 use llaisys_core::Error;
-use llaisys_core::kv::{CellRange, KvCache as Core, KvShape, Snapshot as CoreSnapshot};
-use llaisys_core::seq::SeqId;
+use llaisys_core::kv::{CellRange, KvCache as Core, KvShape, STREAM_LIMIT, Snapshot as CoreSnapshot};
+use llaisys_core::seq::{SEQ_LIMIT, SeqId};
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
@@ -85,8 +85,8 @@ impl KvCache {
         let made = guarded(|| {
             Core::new(KvShape {
                 n_cells: count("n_cells", n_cells, i64::from(i32::MAX))?,
-                n_seq_max: count("n_seq_max", n_seq_max, 256)?,
-                n_streams: count("n_streams", n_streams, 256)?,
+                n_seq_max: count("n_seq_max", n_seq_max, SEQ_LIMIT as i64)?,
+                n_streams: count("n_streams", n_streams, STREAM_LIMIT as i64)?,
                 lifo,
             })
         });
