@@ -4,7 +4,7 @@
 use super::Context;
 use crate::error::{Error, Rejected, Result};
 use crate::faults::fault_point;
-use crate::kv::Snapshot;
+use crate::kv::{Snapshot, resolve_range};
 use crate::sample::{Sampler, SamplerSpec};
 use crate::seq::SeqId;
 
@@ -240,7 +240,7 @@ impl Context {
 
     /// Rejects a shift past `max_model_len`, a bound that the KV cache does not have.
     fn check_shift(&self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
-        let (p0, p1) = (p0.max(0), if p1 < 0 { i32::MAX } else { p1 });
+        let (p0, p1) = resolve_range(p0, p1)?;
         let mut ranges = self.kv.ranges(id).iter().rev();
         let last = ranges.find(|range| range.position < p1).map(|range| range.end().min(p1) - 1);
         let Some(last) = last.filter(|&last| last >= p0) else { return Ok(()) };

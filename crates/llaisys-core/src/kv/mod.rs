@@ -18,6 +18,8 @@ pub use check::KvDump;
 pub use free::BLOCK_CELLS;
 pub use ranges::CellRange;
 pub use reserve::{KvRow, Reservation};
+#[cfg(feature = "cuda")]
+pub(crate) use storage::NAN_BYTE;
 pub use storage::Storage;
 
 use crate::batch::{Batch, BatchArrays, BatchLimits};
@@ -314,7 +316,7 @@ impl KvCache {
         let rows: Vec<KvRow<'_>> = (0..batch.n_rows())
             .map(|row| KvRow { position: batch.positions[row], seqs: batch.row_seqs(row) })
             .collect();
-        self.prepare_rows(&rows)
+        self.reserve(&rows)
     }
 
     /// Changes the cache as a decode of these rows does, with the same checks and errors. Tokens and outputs are
@@ -428,7 +430,7 @@ impl KvCache {
 }
 
 /// Resolves negative ends of a range. Errors: [`KvError::Range`].
-fn resolve_range(p0: i32, p1: i32) -> Result<(i32, i32)> {
+pub(crate) fn resolve_range(p0: i32, p1: i32) -> Result<(i32, i32)> {
     let (lo, hi) = (p0.max(0), if p1 < 0 { i32::MAX } else { p1 });
     if lo > hi { Err(rejected(KvError::Range { p0, p1 })) } else { Ok((lo, hi)) }
 }

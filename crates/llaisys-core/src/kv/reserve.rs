@@ -107,10 +107,15 @@ impl KvCache {
     /// Errors: an id that is not acquired, then [`KvError`] for a wrong row, then [`crate::error::Exhausted::Cells`]
     /// when a stream has fewer free cells than the rows of its sequences.
     pub fn prepare_rows<'c>(&'c mut self, rows: &[KvRow<'_>]) -> Result<Reservation<'c>> {
-        assert!(self.reserved.is_empty(), "a reservation was neither committed nor dropped");
         for &id in rows.iter().flat_map(|row| row.seqs) {
             self.acquired(id)?;
         }
+        self.reserve(rows)
+    }
+
+    /// As [`KvCache::prepare_rows`], for rows of acquired ids.
+    pub(super) fn reserve<'c>(&'c mut self, rows: &[KvRow<'_>]) -> Result<Reservation<'c>> {
+        assert!(self.reserved.is_empty(), "a reservation was neither committed nor dropped");
         self.check_rows(rows).map_err(rejected)?;
         self.check_capacity(rows)?;
         let reservation = Reservation { kv: self };

@@ -6,7 +6,7 @@ use crate::error::DeviceError;
 use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
 
 /// All bits set is a NaN in every float type, and as the scale of an int8 head.
-const NAN_BYTE: u8 = 0xff;
+pub(crate) const NAN_BYTE: u8 = 0xff;
 
 /// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. [`super::KvCache`] records which cells are
 /// in use; the contents of the others are meaningless.

@@ -6,9 +6,7 @@ use crate::cuda::device::{Device, DevicePtr};
 use crate::cuda::ops::rope_kv_store::RopeShift;
 use crate::cuda::ops::step::CopyCells;
 use crate::error::DeviceError;
-
-/// A value with all bits set is a NaN in bf16 and in f16.
-const NAN_BYTE: u8 = 0xff;
+use crate::kv::NAN_BYTE;
 
 impl DeviceDecoder {
     /// Copies the keys and values of each cell of `from` to the cell of `to` at the same index, in all layers. No cell
