@@ -13,7 +13,6 @@ use crate::cuda::ops::rope_kv_store::HeadShape;
 use crate::cuda::ops::{add_rms_norm, embed, gate, gemv, join_columns, rope_kv_store, step};
 use crate::error::{DeviceError, Result};
 use crate::load::checkpoint::Checkpoint;
-use crate::ops::Scoring;
 use crate::threads::Pool;
 
 /// Cells that one launch copies or shifts; more cells take several launches.
@@ -220,7 +219,7 @@ pub(super) fn attention(config: &ModelConfig, element: Element) -> Attention {
         cells: none,
         n_hidden: none,
         n_visible: none,
-        scoring: Scoring { scale: config.score_scale, soft_cap: None },
+        score_scale: config.score_scale,
         out: none,
     }
 }

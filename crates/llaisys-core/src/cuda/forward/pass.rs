@@ -192,7 +192,6 @@ impl<'a> Pass<'a> {
             n_rows: self.n,
             width: config.d_model,
             eps: config.rms_eps,
-            rounds_twice: true,
         };
         norm.launch(self.device)
     }

@@ -4,13 +4,13 @@
 // One block per row, which stays in registers.
 //
 // Numerics, as in transformers: residual + x is rounded to T. The mean square, the root and the quotient are in f32.
-// The quotient is rounded to T if `rounds_twice` (Llama, but not Gemma), and so is its product with the weight.
+// The quotient is rounded to T, and so is its product with the weight.
 
 #define LL_MAX_CHUNKS 8  // 16-byte pieces of a row per thread
 
 extern "C" __global__ void __launch_bounds__(256) add_rms_norm(T* __restrict__ residual, const T* x,
                                                                const float* __restrict__ weight, T* out,
-                                                               int width, float eps, int rounds_twice) {
+                                                               int width, float eps) {
     __shared__ float shared[32];
     const size_t start = (size_t)blockIdx.x * width;
     Vec16 row[LL_MAX_CHUNKS];
@@ -44,10 +44,7 @@ extern "C" __global__ void __launch_bounds__(256) add_rms_norm(T* __restrict__ r
             const float4 low = *(const float4*)(weight + i), high = *(const float4*)(weight + i + 4);
             const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                const float normed = values[k] * inverse;
-                values[k] = (rounds_twice ? round_to_t(normed) : normed) * w[k];
-            }
+            for (int k = 0; k < 8; k++) values[k] = round_to_t(values[k] * inverse) * w[k];
             store16(out + start + i, pack8(values));
         }
     }

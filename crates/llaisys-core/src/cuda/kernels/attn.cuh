@@ -16,11 +16,6 @@ constexpr float UNSEEN = -3.0e38f;
 // The running maximum before the first key: finite, so that the first key needs no branch.
 constexpr float FLOOR = -1.0e30f;
 
-// scale_log2 turns scores into exponents of two. With cap > 0 a score is first capped: cap * tanh(score * cap_scale).
-struct Scoring {
-    float scale_log2, cap_scale, cap;
-};
-
 // A thread's state for two rows of its warp, lane / 4 and lane / 4 + 8: the largest exponent so far, the sum of the
 // thread's own weights, and the weighted values in columns lane % 4 * 2 and the next of every 8.
 struct Rows {
@@ -47,15 +42,6 @@ __device__ __forceinline__ void scores(float (&s)[2 * N][4], const unsigned (&q)
         }
 }
 
-template <int N>
-__device__ __forceinline__ void bend(float (&s)[2 * N][4], const Scoring& scoring) {
-    if (scoring.cap <= 0.0f) return;
-#pragma unroll
-    for (int n = 0; n < 2 * N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = scoring.cap * tanhf(s[n][i] * scoring.cap_scale);
-}
-
 // Hides all keys of row r (0 or 1) of a thread except `first .. last`, counted from the thread's first key.
 template <int N>
 __device__ __forceinline__ void hide(float (&s)[2 * N][4], int r, int first, int last) {
@@ -67,6 +53,7 @@ __device__ __forceinline__ void hide(float (&s)[2 * N][4], int r, int first, int
 }
 
 // The online softmax: turns scores into weights relative to the new maximum, and scales the previous sums to it.
+// scale_log2 turns scores into exponents of two.
 template <int N>
 __device__ __forceinline__ void to_weights(unsigned (&p)[N][4], Rows& rows, const float (&s)[2 * N][4],
                                            float scale_log2) {

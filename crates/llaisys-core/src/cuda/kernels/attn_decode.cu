@@ -63,7 +63,7 @@ __device__ __forceinline__ void fetch(WarpKeys& keys, int stage, const T* k, con
 
 // The warp's share of the part's keys.
 __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& part, const T* q, const T* k, const T* v,
-                                       const unsigned* cells, unsigned cell_width, const Scoring& scoring) {
+                                       const unsigned* cells, unsigned cell_width, float scale_log2) {
     const int lane = threadIdx.x % 32, own = part.begin + threadIdx.x / 32 * KEYS;
     // Cells are read before all copies, and later one step before their keys, so that a gather waits for one memory
     // access and not for two.
@@ -100,11 +100,10 @@ __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& p
         float s[2][4];
         unsigned p[1][4];
         scores<1>(s, query, keys.k[stage], lane);
-        bend<1>(s, scoring);
         const int left = part.end - base - lane % 4 * 2;
         hide<1>(s, 0, 0, left);
         hide<1>(s, 1, 0, left);
-        to_weights<1>(p, rows, s, scoring.scale_log2);
+        to_weights<1>(p, rows, s, scale_log2);
         add_values<1>(rows, p, keys.v[stage], lane);
         done = stage;
         stage = stage + 1 < STAGES ? stage + 1 : 0;
@@ -164,7 +163,7 @@ __device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE
 extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     const T* q, unsigned q_width, const T* k, const T* v, const unsigned* cells, const unsigned* start,
     const int* n_hidden, const int* n_visible, T* out, float* sums, float* stats, int n_kv_heads, int group,
-    float scale_log2, float cap_scale, float cap) {
+    float scale_log2) {
     LL_DYNAMIC_SHARED(shared_memory);
     Shared& shared = *(Shared*)shared_memory;
     const int kv_head = blockIdx.x % n_kv_heads, first = blockIdx.x / n_kv_heads * 16;
@@ -177,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     const Part part = {kv_head * group + first, min(group - first, 16), begin, min(begin + length, seen)};
     Rows rows;
     attend(rows, shared.keys[threadIdx.x / 32], part, q + (size_t)row * q_width + part.head * D, k + kv_head * D,
-           v + kv_head * D, cells, n_kv_heads * D, {scale_log2, cap_scale, cap});
+           v + kv_head * D, cells, n_kv_heads * D, scale_log2);
     const size_t place = (size_t)row * n_kv_heads * group + part.head;
     merge_warps(shared.sums, rows, part.n_rows, [&](int r, int column, float highest, float total, float x, float y) {
         if (n_splits == 1) {

@@ -101,7 +101,7 @@ __device__ __forceinline__ void store(const Rows& rows, const Tile& tile, T* out
 // the lists; n_hidden, n_visible [rows]; tiles [grid.y]; out [rows, n_heads, D]. grid.x is n_kv_heads.
 extern "C" __global__ void __launch_bounds__(128, BLOCKS_PER_SM) attn_prefill(
     const T* q, unsigned q_width, const T* k, const T* v, const unsigned* cells, const int* n_hidden,
-    const int* n_visible, const Tile* tiles, T* out, int group, float scale_log2, float cap_scale, float cap) {
+    const int* n_visible, const Tile* tiles, T* out, int group, float scale_log2) {
     LL_DYNAMIC_SHARED(shared_memory);
     Shared& shared = *(Shared*)shared_memory;
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
@@ -138,7 +138,6 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS_PER_SM) attn_prefill(
             float s[KEYS / 8][4];
             unsigned p[KEYS / 16][4];
             scores<KEYS / 16>(s, query, shared.k[stage], lane);
-            bend<KEYS / 16>(s, {scale_log2, cap_scale, cap});
             if (base < tile.all_begin || base + KEYS > tile.all_end) {
                 hide_unseen(s, tile, n_hidden, n_visible, group, base);
             }

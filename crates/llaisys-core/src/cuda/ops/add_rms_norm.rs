@@ -44,8 +44,6 @@ pub struct AddRmsNorm {
     pub width: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// Round the normed value before it is multiplied by the weight: Llama does, Gemma does not.
-    pub rounds_twice: bool,
 }
 
 impl AddRmsNorm {
@@ -75,7 +73,6 @@ impl AddRmsNorm {
                 Arg::Ptr(self.out),
                 Arg::I32(self.width as i32),
                 Arg::F32(self.eps),
-                Arg::I32(self.rounds_twice.into()),
             ],
         };
         // SAFETY: the kernel indexes by row and column only, and `array` checked each array for all rows.

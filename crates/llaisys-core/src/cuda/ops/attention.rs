@@ -2,7 +2,6 @@
 
 use crate::cuda::device::{Arg, DevicePtr, Element};
 use crate::cuda::kernel_source::{HEAD_WIDTHS, storage};
-use crate::ops::Scoring;
 
 /// Queries, keys, values, and the cells that each row sees: row r sees `cells[start + n_hidden[r]..start +
 /// n_visible[r]]`. Its own cell is the last, and `start` is the start of its sequence's list.
@@ -31,8 +30,8 @@ pub struct Attention {
     pub n_hidden: DevicePtr,
     /// `[n_rows]` i32
     pub n_visible: DevicePtr,
-    /// The scale and soft cap of scores.
-    pub scoring: Scoring,
+    /// The factor of scores before the softmax.
+    pub score_scale: f32,
     /// `[n_rows, n_heads, d_head]`
     pub out: DevicePtr,
 }
@@ -48,16 +47,9 @@ impl Attention {
         [storage(self.element), ("LL_D", self.d_head as u32)]
     }
 
-    /// Returns the last parameters of both kernels: scale_log2, cap_scale, cap. The kernels compute powers of two, so
-    /// scores are multiplied by log2(e) as well. Capped scores have their scale already.
-    pub(super) fn scoring_args(&self) -> [Arg; 3] {
-        let log2_e = std::f32::consts::LOG2_E;
-        let Scoring { scale, soft_cap } = self.scoring;
-        let args = match soft_cap {
-            Some(cap) => [log2_e, scale / cap, cap],
-            None => [scale * log2_e, 0.0, 0.0],
-        };
-        args.map(Arg::F32)
+    /// Returns the last argument of both kernels, scale_log2: they compute powers of two.
+    pub(super) fn scale_log2(&self) -> Arg {
+        Arg::F32(self.score_scale * std::f32::consts::LOG2_E)
     }
 
     /// Panics on shapes that the kernels do not support. `forward/support.rs` refuses such models with an error before.

@@ -89,7 +89,6 @@ impl AttnDecode {
         let n_partial = if n_splits == 1 { 0 } else { self.n_rows * of.n_heads * n_splits * of.d_head };
         let stats = self.scratch.at(n_partial * 4);
         let n_packs = of.group().div_ceil(MAX_PACKED);
-        let [scale_log2, cap_scale, cap] = of.scoring_args();
         let launch = Launch {
             function: &decode,
             grid: [(of.n_kv_heads * n_packs) as u32, n_splits as u32, self.n_rows as u32],
@@ -109,9 +108,7 @@ impl AttnDecode {
                 Arg::Ptr(stats),
                 Arg::I32(of.n_kv_heads as i32),
                 Arg::I32(of.group() as i32),
-                scale_log2,
-                cap_scale,
-                cap,
+                of.scale_log2(),
             ],
         };
         // SAFETY: `check_arrays` checked the arrays for all rows; the caller promises what rows see.

@@ -133,7 +133,6 @@ impl AttnPrefill {
         assert!((1..=65535).contains(&self.n_tiles), "{} tiles", self.n_tiles);
         self.tiles.array(SOURCE.name, self.n_tiles * Tile::BYTES)?;
         let function = Self::function(of);
-        let [scale_log2, cap_scale, cap] = of.scoring_args();
         let launch = Launch {
             function: &function,
             grid: [of.n_kv_heads as u32, self.n_tiles as u32, 1],
@@ -150,9 +149,7 @@ impl AttnPrefill {
                 Arg::Ptr(self.tiles),
                 Arg::Ptr(of.out),
                 Arg::I32(of.group() as i32),
-                scale_log2,
-                cap_scale,
-                cap,
+                of.scale_log2(),
             ],
         };
         // SAFETY: `array` checked the tiles; the caller promises the rows and what they see.

@@ -128,11 +128,6 @@ impl SampleTables {
         }
     }
 
-    /// Makes `slot` idle.
-    pub fn detach(&self, device: &dyn Device, slot: usize) -> Result<(), DeviceError> {
-        device.fill(self.params.at(slot * PARAMS_BYTES), 0, PARAMS_BYTES)
-    }
-
     fn mask(&self, slot: usize, which: usize) -> DevicePtr {
         self.masks.at((2 * slot + which) * mask_bytes(self.vocab_size))
     }

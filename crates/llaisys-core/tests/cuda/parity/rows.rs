@@ -81,7 +81,6 @@ fn add_rms_norm_matches_the_reference_within_two_ulp() {
         shapes.extend([(2, 8), (2, 264), (1, MAX_WIDTH)]);
         for (number, (n_rows, width)) in shapes.into_iter().enumerate() {
             case("add_rms_norm", element, format!("{n_rows} x {width}"));
-            let rounds_twice = number % 3 != 0;
             let (device, draw) = (&*test_device(), &mut SplitMix64::new(number as u64));
             let n = n_rows * width;
             // Squares of larger numbers exceed f16's range; models avoid that.
@@ -91,17 +90,8 @@ fn add_rms_norm_matches_the_reference_within_two_ulp() {
             let (weight_at, weight) = stored(device, "weight", Element::F32, &draw.values(Size::Unit, width));
             let out = device.unwritten("out", element, n);
             let (eps, x_or_null) = (1e-5, if number % 4 == 3 { DevicePtr::NULL } else { x });
-            let op = AddRmsNorm {
-                element,
-                residual,
-                x: x_or_null,
-                weight: weight_at,
-                out,
-                n_rows,
-                width,
-                eps,
-                rounds_twice,
-            };
+            let op =
+                AddRmsNorm { element, residual, x: x_or_null, weight: weight_at, out, n_rows, width, eps };
             op.launch(device).expect("the kernel runs");
             let what = format!("{element:?} {n_rows} x {width}, case {number}");
             let sum: Vec<f32> = match x_or_null {
@@ -126,33 +116,27 @@ fn add_rms_norm_matches_the_reference_within_two_ulp() {
 
 /// The result replaces the branch, as in the decoder.
 #[test]
-fn add_rms_norm_works_in_place_and_rounds_once_or_twice() {
-    let (element, width) = (Element::Bf16, 64);
-    let of = |rounds_twice| {
-        let device = &*test_device();
-        let draw = &mut SplitMix64::new(9);
-        let residual = device.elements("residual", element, &draw.values(Size::Unit, width));
-        let x = device.elements("x", element, &draw.values(Size::Unit, width));
-        let weight = draw.values(Size::Unit, width);
-        let weight_at = device.elements("weight", Element::F32, &weight);
-        let (n_rows, eps) = (1, 1e-6);
-        AddRmsNorm { element, residual, x, weight: weight_at, out: x, n_rows, width, eps, rounds_twice }
-            .launch(device)
-            .expect("the kernel runs");
-        let sum = device.read(element, residual, width);
-        let normed = reference::rms_norm::rms_norm(&sum, &vec![1.0; width], eps);
-        let product = |(normed, &weight): (&f64, &f32)| {
-            let normed = if rounds_twice { rounded(element, *normed) } else { *normed };
-            rounded(element, normed * f64::from(weight)) as f32
-        };
-        let want: Vec<f32> = normed.iter().zip(&weight).map(product).collect();
-        (device.read(element, x, width), want)
+fn add_rms_norm_works_in_place_and_rounds_before_and_after_the_weight() {
+    let (element, width, n_rows, eps) = (Element::Bf16, 64, 1, 1e-6);
+    let device = &*test_device();
+    let draw = &mut SplitMix64::new(9);
+    let residual = device.elements("residual", element, &draw.values(Size::Unit, width));
+    let x = device.elements("x", element, &draw.values(Size::Unit, width));
+    let weight = draw.values(Size::Unit, width);
+    let weight_at = device.elements("weight", Element::F32, &weight);
+    AddRmsNorm { element, residual, x, weight: weight_at, out: x, n_rows, width, eps }
+        .launch(device)
+        .expect("the kernel runs");
+    let sum = device.read(element, residual, width);
+    let normed = reference::rms_norm::rms_norm(&sum, &vec![1.0; width], eps);
+    let products = |of: &dyn Fn(f64) -> f64| -> Vec<f32> {
+        let product = |(&normed, &weight)| rounded(element, of(normed) * f64::from(weight)) as f32;
+        normed.iter().zip(&weight).map(product).collect()
     };
-    let (twice, want_twice) = of(true);
-    let (once, want_once) = of(false);
-    assert_ne!(want_twice, want_once, "the case shows the difference");
+    let want = products(&|normed| rounded(element, normed));
+    assert_ne!(want, products(&|normed| normed), "the case shows the difference");
     // No number of this case is within f32's error of the middle of two bf16 numbers.
-    assert_eq!((twice, once), (want_twice, want_once));
+    assert_eq!(device.read(element, x, width), want);
 }
 
 #[test]

@@ -389,8 +389,8 @@ fn rows_of_idle_slots_have_no_outcome() {
     let rows =
         [row_of(vec![0.0; 100], SamplerSpec::default()), row_of(vec![f32::NAN; 100], SamplerSpec::default())];
     let rig = Rig::new(&rows);
-    // The second row's sequence has left slot 1.
-    rig.tables.detach(&*rig.device, 1).expect("the slot exists");
+    // No sequence was attached to slot 0.
+    rig.device.upload_words(rig.slots.at(4), [0]).expect("there are two rows");
     rig.launch(rig.tops);
     let got = rig.outcomes(&rows);
     assert!(matches!(got[..], [Some(Outcome::Token { .. }), None]), "{got:?}");
