@@ -201,8 +201,8 @@ unsafe impl Plain for f32 {}
 // SAFETY: a u16 in a transparent wrapper.
 unsafe impl Plain for half::f16 {}
 
-/// K and V of one layer, the cells of all streams, to read: `[cell][kv_head][d_head]` each. For int8 each head's scale follows
-/// it.
+/// K and V of one layer, the cells of all streams, to read: `[cell][kv_head][d_head]` each. For int8 each head's scale
+/// follows it.
 #[derive(Debug, Clone, Copy)]
 pub struct KvLayer<'a> {
     /// Element type of both.

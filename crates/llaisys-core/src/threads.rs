@@ -286,7 +286,7 @@ impl Pool {
     /// Makes `job` the current one and wakes parked workers.
     fn publish(&self, job: Option<Job>) {
         let shared = &*self.shared;
-        // SAFETY: rule 1: `new` or the last `finish` left every worker waiting for the next `seq`.
+        // SAFETY: rule 1: `start` or the last `finish` left every worker waiting for the next `seq`.
         unsafe { *shared.job.0.get() = job };
         // SeqCst here and in `next_seq`: either the worker sees the new `seq`, or we see it as parked.
         shared.seq.0.fetch_add(1, Ordering::SeqCst);

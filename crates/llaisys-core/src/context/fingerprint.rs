@@ -22,8 +22,8 @@ const GROUP_BYTES: usize = 16 << 20;
 /// A 128-bit XXH3 (xxhash.com) over the model's configuration and all its tensors, as the checkpoint has them,
 /// their number formats, and the layout of a cell. It distinguishes files; it does not protect against forgery.
 ///
-/// Session files contain fingerprints, so every hashed name is a literal in this file or a public name: renaming a field
-/// or a variant changes no fingerprint.
+/// Session files contain fingerprints, so every hashed name is a literal in this file or a public name: renaming a
+/// field or a variant changes no fingerprint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Fingerprint(u128);
 

@@ -77,7 +77,8 @@ fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl CudaRanks {
-    /// As the function. A rank whose job fails ends the exchanges, so that no other rank waits for it.
+    /// Runs `job` with each rank's backend, on the rank's thread ([`on_all`]). A rank whose job fails ends the
+    /// exchanges, so that no other rank waits for it.
     fn on_all<T: Send>(&self, job: &(dyn Fn(usize, &mut CudaBackend) -> Result<T> + Sync)) -> Result<Vec<T>> {
         on_all(&self.threads, &|rank| {
             let mut backend = lock(&self.ranks[rank]);

@@ -92,10 +92,10 @@ impl Graphs {
         launches: &dyn Fn() -> Result<(), DeviceError>,
     ) -> Option<GraphId> {
         let captured = device.begin_capture().and_then(|()| {
-            let noted = launches();
+            let recorded = launches();
             // Also after an error, because the device must leave the capture.
             let graph = device.end_capture();
-            noted.and(graph)
+            recorded.and(graph)
         });
         match captured {
             Ok(graph) => {

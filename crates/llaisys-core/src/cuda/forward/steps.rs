@@ -231,12 +231,12 @@ impl Steps {
     pub fn launch_next(&mut self, target: Target<'_>, next_cells: &[u32]) -> Result<()> {
         target.decoder.check_cells(next_cells);
         let max_len = self.state.max_len(target.decoder);
-        let goes_on = |current: &&Current| !current.masked && (current.row.position as usize) + 1 < max_len;
+        let continues = |current: &&Current| !current.masked && (current.row.position as usize) + 1 < max_len;
         let (slots, rows): (Vec<usize>, Vec<NextRow>) = self
             .current
             .iter()
             .zip(next_cells)
-            .filter(|(current, _)| goes_on(current))
+            .filter(|(current, _)| continues(current))
             .map(|(Current { row, slot, .. }, &cell)| {
                 (*slot, NextRow { sequence: row.sequence, position: row.position + 1, cell })
             })
