@@ -6,7 +6,6 @@ use super::decoder::DeviceDecoder;
 use super::graphs::Kind;
 use super::rows::{DeviceRows, Seen};
 use super::slots::{Attached, Slot, Synced};
-use super::steps::StepRow;
 use crate::arch::config::ModelConfig;
 use crate::cuda::device::{Device, DevicePtr};
 use crate::cuda::ops::sample::{self, RESULT_BYTES, Sample, TOP_BYTES};
@@ -108,12 +107,13 @@ impl State {
         max_len
     }
 
-    /// Panics unless kernels can index memory with the row's token, position and cell.
-    pub(super) fn check_row(&self, decoder: &DeviceDecoder, row: &StepRow<'_>) {
+    /// Panics unless kernels can index memory with a row's token and position, and its cell.
+    pub(super) fn check_row(&self, decoder: &DeviceDecoder, next: NextToken, cell: u32) {
+        let NextToken { position, token } = next;
         let (vocab_size, max_len) = (decoder.config.vocab_size, self.max_len(decoder));
-        assert!((row.token as usize) < vocab_size, "token {} of {vocab_size}", row.token);
-        assert!((row.position as usize) < max_len, "position {} of {max_len}", row.position);
-        decoder.check_cells(&[row.cell]);
+        assert!((token as usize) < vocab_size, "token {token} of {vocab_size}");
+        assert!((position as usize) < max_len, "position {position} of {max_len}");
+        decoder.check_cells(&[cell]);
     }
 
     /// Uploads the state of a sequence whose next token is `token` at `position`, after the cells that `list` returns

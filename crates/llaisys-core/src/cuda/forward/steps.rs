@@ -184,7 +184,7 @@ impl Steps {
         rows: &[StepRow<'_>],
         cells_before: &CellsBefore<'_>,
     ) -> Result<()> {
-        rows.iter().for_each(|row| self.state.check_row(target.decoder, row));
+        rows.iter().for_each(|row| self.state.check_row(target.decoder, row.next_token(), row.cell));
         for row in rows.iter().filter(|row| row.mask.is_some()) {
             self.overlap.invalidate_sequence(row.slot.sequence);
         }
