@@ -40,7 +40,7 @@ from llaisys.errors import (
 )
 
 MAGIC = b"LLAISKV\n"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".kv"
 DIGEST_BYTES = 32
 _FIXED = struct.Struct("<8sII")
