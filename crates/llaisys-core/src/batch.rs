@@ -13,6 +13,10 @@ pub mod output {
     pub const LOGITS: u8 = 1;
     /// The final hidden state (after the last norm).
     pub const HIDDEN: u8 = 2;
+    /// The row's token is a draft (speculative decoding). It is kept only if the row before it samples this token.
+    /// The row before it is the previous position of the same sequence; both rows request logits and belong to no
+    /// other sequence.
+    pub const DRAFT: u8 = 4;
 }
 
 /// The arrays of a batch. One row is one token at one position of one or more
@@ -94,6 +98,7 @@ impl Batch {
             }
             batch.seq_start.push(u32::try_from(end).expect("fewer than 2^32 sequence ids"));
             check_distinct(row, batch.row_seqs(row))?;
+            batch.check_draft(row)?;
         }
         check_len("seq_ids", batch.seqs.len(), end)?;
         Ok(batch)
@@ -107,6 +112,31 @@ impl Batch {
     /// The sequences of row `row`, at least one, all distinct.
     pub fn row_seqs(&self, row: usize) -> &[SeqId] {
         &self.seqs[self.seq_start[row] as usize..self.seq_start[row + 1] as usize]
+    }
+
+    /// True if the token of `row` is a draft.
+    pub(crate) fn is_draft(&self, row: usize) -> bool {
+        self.wants_output[row] & output::DRAFT != 0
+    }
+
+    /// Returns the drafts that `row` follows and its own token if that is one, `[0..]`: the tokens that count as output
+    /// when the row is sampled and that its sequence does not have yet.
+    pub(crate) fn drafts_up_to(&self, row: usize) -> &[i32] {
+        let n_drafts = (0..=row).rev().take_while(|&row| self.is_draft(row)).count();
+        &self.tokens[row + 1 - n_drafts..=row]
+    }
+
+    /// Checks a draft against the row before it. Errors: [`BatchError::Draft`].
+    fn check_draft(&self, row: usize) -> Result<(), BatchError> {
+        let follows = |before: usize| {
+            let have_logits = self.wants_output[before] & self.wants_output[row] & output::LOGITS != 0;
+            let is_alone = self.row_seqs(row).len() == 1 && self.row_seqs(before) == self.row_seqs(row);
+            have_logits && is_alone && self.positions[before] + 1 == self.positions[row]
+        };
+        if self.is_draft(row) && !row.checked_sub(1).is_some_and(follows) {
+            return Err(BatchError::Draft { row });
+        }
+        Ok(())
     }
 }
 
@@ -134,7 +164,7 @@ fn check_row(arrays: &BatchArrays<'_>, limits: BatchLimits, row: usize) -> Resul
         return Err(BatchError::Stream { row, stream, n_streams: limits.n_streams });
     }
     let flags = arrays.wants_output[row];
-    if flags & !(output::LOGITS | output::HIDDEN) != 0 {
+    if flags & !(output::LOGITS | output::HIDDEN | output::DRAFT) != 0 {
         return Err(BatchError::OutputFlags { row, flags });
     }
     Ok(())

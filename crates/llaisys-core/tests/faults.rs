@@ -6,6 +6,7 @@ mod common;
 
 use common::{Loaded, Outputs, Rows, Tiny, feed, load, settings};
 use llaisys_core::Error;
+use llaisys_core::batch::output;
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::error::Result;
 use llaisys_core::faults::{Action, SetError, hits, names, set};
@@ -59,11 +60,12 @@ fn scene(n_ranks: usize) -> Scene {
 type Call = (&'static str, fn(&mut Scene) -> Result<()>);
 
 /// Every call of the context that has a fault point.
-const CALLS: [Call; 16] = [
+const CALLS: [Call; 17] = [
     ("seq_acquire", |s| s.loaded.context.seq_acquire(0).map(drop)),
     ("seq_release", |s| s.loaded.context.seq_release(s.b)),
     ("set_sampler", |s| s.loaded.context.set_sampler(s.b, SamplerSpec::default(), &[1], &[])),
     ("decode", |s| both(s).decode(&mut s.loaded.context).map(drop)),
+    ("decode with drafts", |s| drafts(s).decode(&mut s.loaded.context).map(drop)),
     ("kv_seq_rm", |s| s.loaded.context.kv_seq_rm(s.b, 3, -1)),
     ("kv_seq_cp", |s| s.loaded.context.kv_seq_cp(s.a, s.b, 7, 10)),
     ("kv_seq_cp abroad", |s| s.loaded.context.kv_seq_cp(s.a, s.abroad, 0, 10)),
@@ -85,6 +87,15 @@ const CALLS: [Call; 16] = [
 fn both(scene: &Scene) -> Rows {
     let tokens = model().tokens(1, 20);
     Rows::default().run(scene.a, 20, &[7, 8, 9]).run(scene.b, 7, &tokens[7..15])
+}
+
+/// A decode of several passes with drafts in both sequences, of which the first ones of `a` are rejected.
+fn drafts(scene: &Scene) -> Rows {
+    let draft = output::LOGITS | output::DRAFT;
+    let base = Rows::default().row(7, 20, &[scene.a], output::LOGITS);
+    let rows = (21..25).fold(base, |rows, position| rows.row(position, position, &[scene.a], draft));
+    let rows = rows.row(7, 7, &[scene.b], output::LOGITS);
+    (8..11).fold(rows, |rows, position| rows.row(position, position, &[scene.b], draft))
 }
 
 fn bits(context: &mut Context, rows: &Rows) -> Outputs {

@@ -30,7 +30,7 @@ pub struct DecodeRequest<'a> {
 pub struct DecodeResult {
     /// The batch row of each output row, `[n_out]`.
     pub rows: Vec<i32>,
-    /// The sampled id, -1 where the row has no flag `LOGITS` or is faulty, `[n_out]`.
+    /// The sampled id, `[n_out]`; -1 where the row has no flag `LOGITS`, is faulty, or is a rejected draft.
     pub token_ids: Vec<i32>,
     /// Batch rows that could not be sampled and the later output rows of the same sequences, ascending. Neither these
     /// rows nor later rows without output are committed: their sequences end before the first faulty row. The rows of
@@ -52,6 +52,11 @@ impl Context {
     /// sequence's last such row counts as its output for penalties. A row of several sequences uses the cells and the
     /// sampler of its first sequence and counts for that one. If the sampler has prompt logprobs, a row inside the
     /// prompt returns the prompt's next token with its logprobs. That token does not count as output.
+    ///
+    /// Rows with the flag `DRAFT` verify a draft. Each is sampled as if the drafts before it were output. A draft is
+    /// accepted if the row before it was kept and sampled it. The rows of rejected drafts and the later rows of their
+    /// sequences are not committed and have no id. So the ids of a row and of the accepted drafts after it are those
+    /// that one decode per token would give, bit for bit.
     ///
     /// Errors: a wrong row, a stale id, too few cells. An error or a panic has no side effects.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
@@ -95,14 +100,14 @@ impl Context {
         }
         step.collect(&mut reservation, &stepped)?;
         let mut result = step.result;
+        let removed = result.rows_to_remove(&batch);
         fault_point!("decode.commit");
         self.broken = true;
-        if result.faults.is_empty() {
+        if removed.is_empty() {
             reservation.commit();
             progress.rows_committed(batch.n_rows());
         } else {
-            let faulty: Vec<usize> = result.faults.iter().map(|(row, _)| *row).collect();
-            let removed_with = reservation.commit_without(&faulty);
+            let removed_with = reservation.commit_without(&removed);
             progress.rows_committed(removed_with.iter().filter(|culprit| culprit.is_none()).count());
             result.remove_rows(&removed_with);
         }
@@ -112,18 +117,24 @@ impl Context {
         Ok(result)
     }
 
-    /// Counts the last id sampled for each sequence as its output.
+    /// Counts as output of each sequence the last id sampled for it, after the accepted drafts before that row.
     fn accept(&mut self, batch: &Batch, result: &DecodeResult) {
         let mut is_counted = vec![false; self.config.n_seq_max];
         for (&row, &token) in result.rows.iter().zip(&result.token_ids).rev() {
-            let Ok(token) = u32::try_from(token) else { continue };
-            let seq = batch.row_seqs(row as usize)[0];
+            if token < 0 {
+                continue;
+            }
+            let row = row as usize;
+            let seq = batch.row_seqs(row)[0];
             if std::mem::replace(&mut is_counted[seq.slot() as usize], true) {
                 continue;
             }
-            let n_before = batch.positions[row as usize] as u32 + 1;
-            if self.samplers.accept(seq, n_before, token) {
-                self.backend.append_token(seq, token);
+            let drafts = batch.drafts_up_to(row);
+            let first_position = batch.positions[row] as u32 + 1 - drafts.len() as u32;
+            for (n_before, &token) in (first_position..).zip(drafts.iter().chain([&token])) {
+                if self.samplers.accept(seq, n_before, token as u32) {
+                    self.backend.append_token(seq, token as u32);
+                }
             }
         }
     }
@@ -144,7 +155,28 @@ impl DecodeResult {
         }
     }
 
-    /// Removes the ids of rows that were removed because of a faulty row, and reports its fault for them.
+    /// Returns the faulty rows and the rejected drafts, ascending. Rejected drafts are no faults.
+    fn rows_to_remove(&mut self, batch: &Batch) -> Vec<usize> {
+        let mut removed = Vec::new();
+        for (out, &row) in self.rows.iter().enumerate().filter(|(_, row)| batch.is_draft(**row as usize)) {
+            // The row before a draft has logits, so it is the output row before it.
+            let is_accepted = self.token_ids[out - 1] == batch.tokens[row as usize];
+            if !is_accepted {
+                self.token_ids[out] = -1;
+                removed.push(row as usize);
+            }
+        }
+        if !removed.is_empty() {
+            self.faults.retain(|(row, _)| removed.binary_search(row).is_err());
+            self.logprobs.retain(|(out, _)| self.token_ids[*out] >= 0);
+        }
+        removed.extend(self.faults.iter().map(|(row, _)| *row));
+        removed.sort_unstable();
+        removed
+    }
+
+    /// Removes the ids of rows that were removed with an earlier row of their sequence, and reports the fault of that
+    /// row for them.
     fn remove_rows(&mut self, removed_with: &[Option<usize>]) {
         let culprits = std::mem::take(&mut self.faults);
         for (&row, token) in self.rows.iter().zip(&mut self.token_ids) {
@@ -170,7 +202,7 @@ struct Step<'a> {
     result: DecodeResult,
 }
 
-impl Step<'_> {
+impl<'a> Step<'a> {
     /// Launches the rows that the backend computes in a decode step: rows of one sequence that is in no other row, with
     /// a sampled id as their only output. Returns these rows, ascending.
     fn launch(&mut self, reservation: &Reservation<'_>, n_seq_max: usize) -> Result<Vec<usize>> {
@@ -303,11 +335,8 @@ impl Step<'_> {
         }
         let is_prunable = |&out: &usize| {
             let row = self.result.rows[out] as usize;
-            let (seq, n_before) = (self.batch.row_seqs(row)[0], self.batch.positions[row] as u32 + 1);
-            let is_masked = self.masks.is_some_and(|masks| masks[row].is_some());
-            self.batch.wants_output[row] == output::LOGITS
-                && !is_masked
-                && self.samplers.is_greedy(seq, n_before)
+            self.batch.wants_output[row] & output::HIDDEN == 0
+                && self.samplers.is_greedy(&self.sample_row(row))
         };
         let pruned: Vec<usize> = outs.iter().copied().filter(is_prunable).collect();
         if pruned.is_empty() {
@@ -331,19 +360,19 @@ impl Step<'_> {
         if outs.is_empty() {
             return;
         }
-        let rows: Vec<SampleRow<'_>> = outs
-            .iter()
-            .map(|&out| {
-                let row = self.result.rows[out] as usize;
-                SampleRow {
-                    seq: self.batch.row_seqs(row)[0],
-                    n_before: self.batch.positions[row] as u32 + 1,
-                    mask: self.masks.and_then(|masks| masks[row]),
-                }
-            })
-            .collect();
+        let rows: Vec<SampleRow<'_>> =
+            outs.iter().map(|&out| self.sample_row(self.result.rows[out] as usize)).collect();
         for (&out, outcome) in outs.iter().zip(self.samplers.sample(self.backend.host_pool(), &rows)) {
             self.set_outcome(out, outcome);
+        }
+    }
+
+    fn sample_row(&self, row: usize) -> SampleRow<'a> {
+        SampleRow {
+            seq: self.batch.row_seqs(row)[0],
+            n_before: self.batch.positions[row] as u32 + 1,
+            drafts: self.batch.drafts_up_to(row),
+            mask: self.masks.and_then(|masks| masks[row]),
         }
     }
 

@@ -4,7 +4,7 @@ use super::ContextConfig;
 use crate::batch::{Batch, BatchError, output};
 use crate::error::{DeviceError, Rejected, Result};
 use crate::faults::fault_point;
-use crate::sample::{Outcome, Sampler, Scratch, sample};
+use crate::sample::{Outcome, Sampler, Scratch, sample_after_drafts};
 use crate::seq::SeqId;
 use crate::tensor::AlignedBuf;
 use crate::threads::Pool;
@@ -58,6 +58,8 @@ pub(super) struct SampleRow<'a> {
     pub(super) seq: SeqId,
     /// Tokens before the sampled one.
     pub(super) n_before: u32,
+    /// The last of these tokens that the sampler has not accepted.
+    pub(super) drafts: &'a [i32],
     pub(super) mask: Option<&'a [u32]>,
 }
 
@@ -98,9 +100,10 @@ impl SamplerBank {
         true
     }
 
-    /// True if a row without a mask needs only the id of its largest logit.
-    pub(super) fn is_greedy(&self, id: SeqId, n_before: u32) -> bool {
-        self.by_slot[id.slot() as usize].as_ref().is_none_or(|sampler| sampler.is_greedy(n_before))
+    /// True if `row` needs only the id of its largest logit.
+    pub(super) fn is_greedy(&self, row: &SampleRow<'_>) -> bool {
+        let sampler = self.by_slot[row.seq.slot() as usize].as_ref();
+        row.mask.is_none() && sampler.is_none_or(|sampler| sampler.is_greedy(row.n_before, row.drafts.len()))
     }
 
     /// Returns the buffer for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
@@ -129,8 +132,10 @@ impl SamplerBank {
             for (scratch, jobs) in share {
                 for job in jobs.iter_mut() {
                     fault_point!(panic "sampler.row");
-                    let (position, mask) = (job.row.n_before, job.row.mask);
-                    job.outcome = Some(sample(scratch, job.logits, job.sampler, position, mask));
+                    let SampleRow { n_before, drafts, mask, .. } = *job.row;
+                    let outcome =
+                        sample_after_drafts(scratch, job.logits, job.sampler, drafts, n_before, mask);
+                    job.outcome = Some(outcome);
                 }
             }
         });

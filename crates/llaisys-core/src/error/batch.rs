@@ -25,6 +25,11 @@ pub enum BatchError {
     /// Unknown output flags.
     #[error("row {row}: output flags {flags:#x} are not known")]
     OutputFlags { row: usize, flags: u8 },
+    /// A draft that cannot be verified.
+    #[error(
+        "row {row} is a draft, but not the next position of the row before it, with logits and the same one sequence"
+    )]
+    Draft { row: usize },
     /// A logits mask for a row without logits, or a second one for a row.
     #[error("logits_mask names row {row}, which requests no logits or is named twice")]
     Mask { row: i32 },

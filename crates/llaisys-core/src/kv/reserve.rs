@@ -63,19 +63,19 @@ impl Reservation<'_> {
         self.kv.reserved.clear();
     }
 
-    /// Keeps the rows except the `faulty` ones and the later rows that depend on them: those that share a sequence with
-    /// a removed row. Returns for each row the faulty row that caused its removal, or `None` if it was kept.
-    pub fn commit_without(self, faulty: &[usize]) -> Vec<Option<usize>> {
-        let mut fault_of_slot = vec![None; self.kv.index.len()];
+    /// Keeps the rows except those of `removed` and the later rows that depend on them: those that share a sequence
+    /// with a removed row. Returns for each row the row of `removed` that caused its removal, or `None` if it was kept.
+    pub fn commit_without(self, removed: &[usize]) -> Vec<Option<usize>> {
+        let mut culprit_of_slot = vec![None; self.kv.index.len()];
         let mut removed_with = vec![None; self.kv.reserved.len()];
         for (row, &cell) in self.kv.reserved.iter().enumerate() {
-            let culprit = if faulty.contains(&row) {
+            let culprit = if removed.contains(&row) {
                 Some(row)
             } else {
-                self.kv.cells.seqs(cell).find_map(|slot| fault_of_slot[slot])
+                self.kv.cells.seqs(cell).find_map(|slot| culprit_of_slot[slot])
             };
             if culprit.is_some() {
-                self.kv.cells.seqs(cell).for_each(|slot| fault_of_slot[slot] = culprit);
+                self.kv.cells.seqs(cell).for_each(|slot| culprit_of_slot[slot] = culprit);
             }
             removed_with[row] = culprit;
         }

@@ -96,43 +96,57 @@ impl Sampler {
         Some((*self.prompt.get(n_before as usize)?, self.spec.prompt_logprobs?))
     }
 
-    /// True if the row after `n_before` tokens needs only the id of the model's largest logit.
-    pub fn is_greedy(&self, n_before: u32) -> bool {
+    /// True if the row after `n_before` tokens, of which the last `n_drafts` are drafts, needs only the id of the
+    /// model's largest logit.
+    pub fn is_greedy(&self, n_before: u32, n_drafts: usize) -> bool {
         let is_draw = self.prompt_token(n_before).is_none();
-        self.spec.is_greedy() && is_draw && !self.adjusts() && self.spec.top_logprobs.is_none()
+        self.spec.is_greedy() && is_draw && !self.adjusts(n_drafts) && self.spec.top_logprobs.is_none()
     }
 
     /// False if [`Sampler::adjust`] changes no logit.
-    fn adjusts(&self) -> bool {
+    fn adjusts(&self, n_drafts: usize) -> bool {
         let spec = &self.spec;
         let lists = [self.allowed.len(), spec.bad_words.len(), spec.logit_bias.len()];
-        lists != [0; 3] || self.n_output < spec.min_tokens || spec.has_penalties()
+        lists != [0; 3] || self.is_too_short(n_drafts) || spec.has_penalties()
     }
 
-    /// Applies allowed ids, bad words, bias, min_tokens and penalties in place.
-    fn adjust(&self, logits: &mut [f32]) {
+    /// True if a completion with `n_drafts` more tokens has fewer than `min_tokens`.
+    fn is_too_short(&self, n_drafts: usize) -> bool {
+        self.n_output as usize + n_drafts < self.spec.min_tokens as usize
+    }
+
+    /// True if the completion and `drafts` end with `word`.
+    fn ends_with(&self, drafts: &[i32], word: &[u32]) -> bool {
+        let n_drafts = drafts.len().min(word.len());
+        let (before, last) = word.split_at(word.len() - n_drafts);
+        self.tail.ends_with(before)
+            && last.iter().zip(&drafts[drafts.len() - n_drafts..]).all(|(&a, &b)| a as i32 == b)
+    }
+
+    /// Applies allowed ids, bad words, bias, min_tokens and penalties in place, with `drafts` counted as output.
+    fn adjust(&self, logits: &mut [f32], drafts: &[i32]) {
         if !self.allowed.is_empty() {
             apply_mask(logits, &self.allowed);
         }
         for (last, before) in self.spec.bad_words.iter().filter_map(|word| word.split_last()) {
-            if self.tail.ends_with(before) {
+            if self.ends_with(drafts, before) {
                 logits[*last as usize] = f32::NEG_INFINITY;
             }
         }
         for &(id, bias) in &self.spec.logit_bias {
             logits[id as usize] += bias;
         }
-        if self.n_output < self.spec.min_tokens {
+        if self.is_too_short(drafts.len()) {
             for &id in &self.spec.stop_ids {
                 logits[id as usize] = f32::NEG_INFINITY;
             }
         }
         if self.spec.has_penalties() {
-            self.penalize(logits);
+            self.penalize(logits, drafts);
         }
     }
 
-    fn penalize(&self, logits: &mut [f32]) {
+    fn penalize(&self, logits: &mut [f32], drafts: &[i32]) {
         let repeated = |logit: f32| {
             if logit > 0.0 {
                 logit / self.spec.repetition_penalty
@@ -148,11 +162,20 @@ impl Sampler {
                 rest &= rest - 1;
             }
         }
+        let mut penalize_output = |id: usize, count: u32| {
+            let seen = self.in_prompt.get(id / 64).is_some_and(|word| word >> (id % 64) & 1 == 1);
+            let base = if seen { logits[id] } else { repeated(logits[id]) };
+            logits[id] = base - self.spec.presence_penalty - self.spec.frequency_penalty * count as f32;
+        };
+        let n_in = |drafts: &[i32], id: i32| drafts.iter().filter(|&&draft| draft == id).count() as u32;
         for &(id, count) in &self.counts {
-            let i = id as usize;
-            let seen = self.in_prompt.get(i / 64).is_some_and(|word| word >> (i % 64) & 1 == 1);
-            let base = if seen { logits[i] } else { repeated(logits[i]) };
-            logits[i] = base - self.spec.presence_penalty - self.spec.frequency_penalty * count as f32;
+            penalize_output(id as usize, count + n_in(drafts, id as i32));
+        }
+        for (i, &id) in drafts.iter().enumerate() {
+            let is_first = !drafts[..i].contains(&id);
+            if is_first && self.counts.binary_search_by_key(&(id as u32), |&(id, _)| id).is_err() {
+                penalize_output(id as usize, n_in(drafts, id));
+            }
         }
     }
 }
@@ -210,6 +233,18 @@ pub fn sample(
     position: u32,
     mask: Option<&[u32]>,
 ) -> Outcome {
+    sample_after_drafts(scratch, logits, sampler, &[], position, mask)
+}
+
+/// As [`sample`] for a completion that continues with `drafts`. The result is that of a sampler that has accepted them.
+pub fn sample_after_drafts(
+    scratch: &mut Scratch,
+    logits: &mut [f32],
+    sampler: Option<&Sampler>,
+    drafts: &[i32],
+    position: u32,
+    mask: Option<&[u32]>,
+) -> Outcome {
     let Some(mut best) = argmax_finite(logits) else {
         return Outcome::Fault(RowFault::NonFinite);
     };
@@ -227,9 +262,9 @@ pub fn sample(
         apply_mask(logits, mask);
     }
     if let Some(sampler) = sampler {
-        sampler.adjust(logits);
+        sampler.adjust(logits, drafts);
     }
-    if mask.is_some() || sampler.is_some_and(Sampler::adjusts) {
+    if mask.is_some() || sampler.is_some_and(|sampler| sampler.adjusts(drafts.len())) {
         best = argmax(logits);
     }
     if logits[best] == f32::NEG_INFINITY {

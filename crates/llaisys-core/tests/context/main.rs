@@ -1,4 +1,4 @@
-//! The context: decodes, shared and shifted cells, KV streams, sliding windows and faulty rows.
+//! The context: decodes, shared and shifted cells, KV streams, sliding windows, drafts and faulty rows.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -6,6 +6,7 @@ mod common;
 mod model_files;
 
 mod decode;
+mod drafts;
 mod export;
 mod row_faults;
 mod streams;

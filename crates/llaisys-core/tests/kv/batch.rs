@@ -111,9 +111,44 @@ fn unknown_stream_is_rejected() {
 
 #[test]
 fn unknown_output_flags_are_rejected() {
-    for flags in [4, 0x80, 0xff] {
+    for flags in [8, 0x80, 0xff] {
         let error = batch_error(BatchArrays { wants_output: &[0, flags], ..ARRAYS });
         assert_eq!(error, BatchError::OutputFlags { row: 1, flags });
+    }
+}
+
+#[test]
+fn draft_must_follow_a_row_with_logits_of_the_same_sequence() {
+    use output::{DRAFT, LOGITS};
+    let arrays = BatchArrays {
+        tokens: &[0, 5, 6],
+        positions: &[3, 4, 5],
+        n_seq_id: &[1, 1, 1],
+        seq_ids: &[2, 2, 2],
+        wants_output: &[LOGITS, LOGITS | DRAFT, LOGITS | DRAFT],
+        ..BatchArrays::default()
+    };
+    assert!(Batch::new(arrays, LIMITS).is_ok());
+    let wrong = [
+        (0, BatchArrays { wants_output: &[LOGITS | DRAFT, LOGITS | DRAFT, LOGITS | DRAFT], ..arrays }),
+        (1, BatchArrays { wants_output: &[LOGITS, DRAFT, LOGITS | DRAFT], ..arrays }),
+        (1, BatchArrays { wants_output: &[0, LOGITS | DRAFT, LOGITS | DRAFT], ..arrays }),
+        (1, BatchArrays { positions: &[2, 4, 5], ..arrays }),
+        (1, BatchArrays { seq_ids: &[1, 2, 2], ..arrays }),
+        (2, BatchArrays { seq_ids: &[2, 2, 1], ..arrays }),
+        (2, BatchArrays { n_seq_id: &[1, 1, 2], seq_ids: &[2, 2, 2, 1], ..arrays }),
+        (
+            2,
+            BatchArrays {
+                n_seq_id: &[1, 2, 2],
+                seq_ids: &[2, 2, 1, 2, 1],
+                wants_output: &[0, LOGITS, LOGITS | DRAFT],
+                ..arrays
+            },
+        ),
+    ];
+    for (row, arrays) in wrong {
+        assert_eq!(batch_error(arrays), BatchError::Draft { row });
     }
 }
 
