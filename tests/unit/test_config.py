@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from llaisys.config import Config, explain_config, load_config
+from llaisys.cli.config_flags import add_config_flags, overrides_of
+from llaisys.config import Config, SpeculativeConfig, explain_config, load_config
 from llaisys.errors import RejectedError
 
 
@@ -174,3 +176,50 @@ def test_models_do_not_share_a_session_store(tmp_path: Path) -> None:
         load_config({"models": "[{name: a}, {name: b}]", "session_store": str(tmp_path)})
     own = f"[{{name: a, session_store: {tmp_path}/a}}, {{name: b, session_store: {tmp_path}/b}}, {{name: c}}]"
     assert len(load_config({"models": own}).each_model()) == 3
+
+
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=4)
+
+
+def test_speculation_is_a_flag_an_environment_variable_and_a_yaml_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '{"method": "suffix", "num_speculative_tokens": 4}'
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    arguments = parser.parse_args(["--speculative-config", text])
+    assert load_config(overrides_of(arguments)).speculative_config == SUFFIX
+    path = tmp_path / "config.yaml"
+    path.write_text("speculative_config: {method: suffix, num_speculative_tokens: 4}")
+    assert load_config(yaml_path=path).speculative_config == SUFFIX
+    monkeypatch.setenv("LLAISYS_SPECULATIVE_CONFIG", text)
+    assert load_config().speculative_config == SUFFIX
+    assert load_config({"speculative_config": {"method": "ngram"}}).speculative_config != SUFFIX
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "medusa"}, "'ngram' or 'suffix'"),
+        ({}, "method"),
+        ({"method": "ngram", "num_speculative_tokens": 17}, "less than or equal to 16"),
+        ({"method": "ngram", "tokens": 1}, "tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "more than prompt_lookup_max"),
+        ("suffix", "speculative_config"),
+    ],
+)
+def test_an_invalid_speculation_is_rejected_by_name(given: object, says: str) -> None:
+    with pytest.raises(RejectedError, match=says) as error:
+        load_config({"speculative_config": given})
+    assert str(error.value.param).startswith("speculative_config")
+
+
+@pytest.mark.parametrize("text", ["suffix", "[1]", "{", "[" * 100_000])
+def test_a_speculation_flag_that_is_no_object_is_rejected(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-config", text])
+    assert "is not" in capsys.readouterr().err

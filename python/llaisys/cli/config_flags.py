@@ -7,6 +7,7 @@ without a flag come from the environment, the file, or the default.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llaisys.config import Config, EngineConfig, Source, explain_config, load_config
+from llaisys.config import Config, EngineConfig, Source, SpeculativeConfig, explain_config, load_config
 from llaisys.errors import RejectedError
 
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -87,6 +88,17 @@ def integer(text: str) -> int:
     return int(match[1]) * SUFFIXES[match[2]]
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
     if get_origin(field.annotation) is tuple:
@@ -106,6 +118,7 @@ def _parser_options(field: FieldInfo) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     readers: dict[Any, tuple[Callable[[str], Any], str]] = {
+        SpeculativeConfig: (json_object, "JSON"),
         int: (integer, "N"),
         float: (float, "X"),
         Path: (Path, "FILE"),

@@ -15,6 +15,7 @@ from llaisys.config.environment import (
 )
 from llaisys.config.loading import FILE_BYTES_MAX, Config, Source, explain_config, load_config
 from llaisys.config.server_config import SECRETS, ServedModelConfig, ServerConfig
+from llaisys.config.speculative_config import SpeculativeConfig
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -25,6 +26,7 @@ __all__ = [
     "ServedModelConfig",
     "ServerConfig",
     "Source",
+    "SpeculativeConfig",
     "bare_environment",
     "cubin_folder",
     "cuda_library_folders",

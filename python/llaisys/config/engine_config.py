@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llaisys.config.speculative_config import SpeculativeConfig
+
 DEFAULT_MODEL = "smollm2"
 
 
@@ -202,6 +204,12 @@ class EngineConfig(BaseModel):
     )
     max_client_tokens_per_step: int | None = Field(
         None, ge=1, description="tokens of one client in a step with prefill (default: no bound)"
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description="speculative decoding as JSON, as in vLLM: "
+        '{"method": "suffix"} or {"method": "ngram", "num_speculative_tokens": 8} (default: off); the '
+        "tokens are the same; set it for text that repeats its prompt or earlier outputs",
     )
 
     # process
