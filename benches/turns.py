@@ -22,7 +22,8 @@ from typing import Any
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import load_config
-from llaisys.engine.worker import Batch, StepResult, Worker
+from llaisys.engine.batch import Batch, StepResult
+from llaisys.engine.worker import Worker
 from llaisys.sampling_params import SamplingParams
 from peers import cpu_name
 

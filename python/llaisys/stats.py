@@ -107,6 +107,8 @@ class EngineStats:
       continues.
     - `seconds_of_cancels`: from a cancel until the canceled request held no resources.
     - `num_violations`: how often an invariant was violated and the engine continued.
+    - `spec_decode_...`: speculative decoding, as in vLLM: proposals that a step verified, their tokens, and
+      the accepted ones, also by position in the proposal. Empty without speculation.
     - `finished`: choices by `FinishReason` value.
     """
 
@@ -125,6 +127,10 @@ class EngineStats:
     num_sessions: int = 0
     num_preempted: int = 0
     num_violations: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_evicted_cells: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0

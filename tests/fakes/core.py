@@ -259,6 +259,11 @@ class Context:
         rows, ids, faults, logprobs, hidden, any_hidden = [], [], [], [], [], False
         for row in range(n_rows):
             sequence = self._lent[int(seq_ids[row])]
+            if wants_output[row] & 4 and ids[-1] != tokens[row]:  # a rejected draft: its cell is free again
+                rows.append(row)
+                ids.append(-1)
+                hidden.append([0.0] * D_MODEL)
+                continue
             (cell,) = self._take(sequence.stream, 1)
             sequence.cells[int(positions[row])] = cell
             self._stored[cell] = int(tokens[row])

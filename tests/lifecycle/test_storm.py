@@ -66,14 +66,14 @@ class Watch:
         def cancel_recorded(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
             cancel(engine, request_id, index)
             assert all(each.request_id != request_id for each in engine.requests.running)
-            assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
+            assert engine.worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
             n_steps = engine._stats.num_steps
             self.lag_steps[n_steps - self._requested_at.get(request_id, n_steps)] += 1
 
         def step_recorded(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
             outputs = step(engine, now_s)
             self.ends.update(output.request_id for output in outputs if output.last)
-            self.n_seq_free = engine._worker.n_seq_free
+            self.n_seq_free = engine.worker.n_seq_free
             return outputs
 
         monkeypatch.setattr("llaisys.engine.start.build_engine", build_recorded)

@@ -21,6 +21,7 @@ from llaisys.errors import LlaisysError, RejectedError
 _MASK = (1 << 64) - 1
 _START = 0x243F6A8885A308D3
 _NAN = -1
+_DRAFT = 4
 
 
 class InjectedFault(LlaisysError):
@@ -169,7 +170,7 @@ class SimContext:
         self.n_decodes += 1
         self.n_rows += len(contents)
         self.n_rows_max = max(self.n_rows_max, len(contents))
-        return self._sample(contents, seq_list, wants)
+        return self._sample(contents, token_list, seq_list, wants)
 
     def _compute(self, tokens: list[int], seq_ids: list[int]) -> list[int]:
         """Return the content of each row: that of the last cell of its sequence, grown by its token."""
@@ -184,12 +185,20 @@ class SimContext:
             contents.append(end)
         return contents
 
-    def _sample(self, contents: list[int], seq_ids: list[int], wants: list[int]) -> SimpleNamespace:
+    def _sample(
+        self, contents: list[int], tokens: list[int], seq_ids: list[int], wants: list[int]
+    ) -> SimpleNamespace:
+        """Sample the rows with an output, and remove the cells of rejected drafts."""
         rows, ids, faults = [], [], []
         for row, (content, seq_id, wanted) in enumerate(zip(contents, seq_ids, wants, strict=True)):
             sequence = self._sequences[seq_id]
             if wanted:
                 rows.append(row)
+                if wanted & _DRAFT and ids[-1] != tokens[row]:
+                    ids.append(-1)
+                    if content != _NAN:
+                        self.kv_cache.kv_seq_rm(seq_id, len(sequence.contents), -1)
+                    continue
                 if content == _NAN:
                     ids.append(-1)
                     faults.append((row, "non_finite"))

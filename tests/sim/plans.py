@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llaisys.engine.engine_output import EngineOutput
-from llaisys.engine.scheduler import SchedulerOutput, SchedulerView, StepSpeed
+from llaisys.engine.scheduler import SchedulerOutput, SchedulerView
+from llaisys.engine.step_speed import StepSpeed
 from sim.clients import ClientWorld, client_mix
 from sim.sessions import SessionWorld
 from sim.world import World, mix_of
@@ -35,7 +36,7 @@ def make_world(kind: str, seed: int) -> World:
         limits = replace(limits, max_client_tokens_per_step=48)
     if seed % 5 == 2:
         limits = replace(limits, max_queue_wait_s=0.3)
-    world.limits = world.engine._limits = limits
+    world.limits = world.engine.limits = limits
     return world
 
 

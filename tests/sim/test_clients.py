@@ -41,6 +41,6 @@ def test_no_client_below_its_share_is_starved() -> None:
 @pytest.mark.parametrize("seed", [0, 4])
 def test_a_scheduler_without_shares_is_detected(seed: int) -> None:
     world = ClientWorld(seed, client_mix(seed, N_REQUESTS))
-    world.engine._limits = replace(world.limits, n_clients=1)
+    world.engine.limits = replace(world.limits, n_clients=1)
     with pytest.raises(AssertionError, match="clients below their share wait"):
         world.run()

@@ -17,6 +17,7 @@ import pytest
 
 from llaisys.engine import prefix_cache
 from llaisys.engine.scheduler import Scheduler, SchedulerOutput, SchedulerView
+from sim.drafts import DraftWorld
 from sim.sessions import SessionWorld
 from sim.world import Mix, World, mix_of, output_length, prompt_length
 
@@ -72,6 +73,21 @@ def test_random_requests() -> None:
         assert totals["preempted"] > 50
         assert min(totals[what] for what in ("refused", "evicted", "hits")) > 500
         assert min(ends[reason] for reason in ("stop", "length", "abort", "timeout", "error")) > 100
+
+
+def test_drafts_change_no_token() -> None:
+    """Right, wrong and random drafts, with preemption, cancels and short cells: `World` checks the tokens."""
+    totals: Counter[str] = Counter()
+    for seed in seeds():
+        world = run(seed, mix_of(seed, N_REQUESTS), DraftWorld)
+        assert isinstance(world, DraftWorld)
+        stats = world.engine.stats()
+        totals.update(accepted=world.speculator.n_accepted, rejected=world.speculator.n_rejected)
+        totals.update(preempted=stats.num_preempted, cancels=world.n_cancels)
+        print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, {dict(totals)}")
+    if len(seeds()) >= N_SEEDS:
+        assert min(totals["accepted"], totals["rejected"]) > 1000
+        assert min(totals.values()) > 10
 
 
 def test_sessions_under_pressure() -> None:

@@ -262,9 +262,11 @@ class World:
 
     def _plan(self, view: SchedulerView) -> SchedulerOutput:
         made, now_s = self.scheduler.schedule(view), view.now_s
-        n_tokens = len(made.decode) + sum(chunk.n_tokens for chunk in made.chunks)
+        n_tokens = len(made.decode) + sum(chunk.n_tokens for chunk in made.chunks) + sum(made.drafts.values())
         assert n_tokens <= self.limits.max_num_batched_tokens
         assert len(made.decode) + len(made.chunks) <= self.limits.n_batch_slots
+        assert set(made.drafts) <= set(made.decode)
+        assert not (made.drafts and made.chunks), "drafts delay a prompt"
         stayed = [r for r in view.running if r.ordinal not in made.expire]
         preempted = [r for r in stayed if r.ordinal in made.preempt]
         assert len(preempted) == len(made.preempt)

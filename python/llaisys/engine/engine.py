@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from llaisys.engine.batch import Batch, Chunk, StepResult
 from llaisys.engine.engine_output import EngineOutput, TokenLogprobs
 from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
@@ -37,10 +38,10 @@ from llaisys.engine.request_queue import OpenRequests, RoundRobinState
 from llaisys.engine.scheduler import Admission, Scheduler, SchedulerOutput, SchedulerView
 from llaisys.engine.sessions.manager import Session, SessionManager
 from llaisys.engine.sessions.transfer import EngineCallbacks, SessionRequestHandler
+from llaisys.engine.spec_decode.speculator import Speculator
 from llaisys.engine.stats import EngineStatsRecorder
 from llaisys.engine.structured_output import StructuredOutputManager
 from llaisys.engine.timeline import NAMED_REQUESTS_MAX, TimelineRecorder
-from llaisys.engine.worker import Batch, Chunk, StepResult, Worker
 from llaisys.errors import (
     EngineDeadError,
     ExhaustedError,
@@ -63,19 +64,28 @@ class LLMEngine:
 
     Invariants: only running choices hold a sequence id, cells and a pinned prefix. Each choice of an accepted
     request gets exactly one output with a finish reason; the last of these outputs is marked `last`.
+
+    `requests`: the open requests by state. Other modules only read `limits`, `requests` and `worker`.
     """
 
     def __init__(
-        self, executor: Executor, limits: Limits, seed: int, grammar_compiler: GrammarCompiler | None = None
+        self,
+        executor: Executor,
+        limits: Limits,
+        seed: int,
+        grammar_compiler: GrammarCompiler | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._executor = executor
-        self._worker = executor.worker
-        self._limits = limits
+        self.worker = executor.worker
+        self.limits = limits
         self._seed = seed
         self._kv_cache = KvCacheManager(executor.worker, limits)
         self._structured = StructuredOutputManager(grammar_compiler)
-        self._scheduler, self._requests = Scheduler(), OpenRequests()
-        self._open = self._requests.by_ordinal
+        self._speculator = speculator
+        self._proposals: dict[int, list[int]] = {}
+        self._scheduler, self.requests = Scheduler(), OpenRequests()
+        self._open = self.requests.by_ordinal
         self.sessions = SessionManager(self._kv_cache, limits)
         callbacks = EngineCallbacks(self._n_available_cells, self.begin_restore, self.end_restore)
         self.session_requests = SessionRequestHandler(self.sessions, self._kv_cache, limits, callbacks)
@@ -87,11 +97,6 @@ class LLMEngine:
         self._timelines = TimelineRecorder()
         self._now_s = float("-inf")
 
-    @property
-    def limits(self) -> Limits:
-        """The engine's limits."""
-        return self._limits
-
     def timelines(self, request_id: RequestId, now_s: float) -> dict[int, Timeline]:
         """Return the timelines of a request's choices by index, without those no longer recorded."""
         return self._timelines.timelines(request_id, now_s)
@@ -102,19 +107,9 @@ class LLMEngine:
         return self._stats
 
     @property
-    def requests(self) -> OpenRequests:
-        """The open requests by state. Read only."""
-        return self._requests
-
-    @property
-    def worker(self) -> Worker:
-        """The worker that runs the model."""
-        return self._worker
-
-    @property
     def longest_step_s(self) -> float:
         """Predicted seconds of a full step."""
-        return self._stats.speed.longest_s(self._limits.max_num_batched_tokens)
+        return self._stats.speed.longest_s(self.limits.max_num_batched_tokens)
 
     # --- submit and cancel ---
 
@@ -123,10 +118,10 @@ class LLMEngine:
 
         Raises RejectedError, ContextLengthError (it could never run) or QueueFullError, without side effects.
         """
-        limit = token_limit(source.prompt_token_ids, source.params, self._limits, pooling=source.pooling)
+        limit = token_limit(source.prompt_token_ids, source.params, self.limits, pooling=source.pooling)
         self._structured.check_supported(source)
         check_first_token(source)
-        if source.request_id in self._requests:
+        if source.request_id in self.requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
@@ -134,18 +129,18 @@ class LLMEngine:
             source, self._num_choices, seed, limit, window_cells=self._kv_cache.window_cells(source)
         )
         leader.pool = new_pool(source)
-        check_queue(leader, self._requests, self._limits, self._n_cells, self._stats.queued_prefill_s)
+        check_queue(leader, self.requests, self.limits, self._n_cells, self._stats.queued_prefill_s)
         session = self.sessions.get_or_create(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
-        ahead = self._requests.waiting.last(NAMED_REQUESTS_MAX) or self._requests.running
+        ahead = self.requests.waiting.last(NAMED_REQUESTS_MAX) or self.requests.running
         self._timelines.record_arrival(leader, ahead)
         choices = [leader]
         for index in range(1, source.params.n):
             choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
             self._timelines.record_arrival(choices[-1], [leader])
         self._structured.add(choices)
-        self._requests.add(choices)
+        self.requests.add(choices)
         self._num_submitted += 1
         self._num_choices += len(choices)
 
@@ -154,7 +149,7 @@ class LLMEngine:
 
         Return False if it is unknown or has ended.
         """
-        named = [each for each in self._requests.choices(request_id) if index in (None, each.index)]
+        named = [each for each in self.requests.choices(request_id) if index in (None, each.index)]
         self._pending += [self._finish(choice, Cancelled()) for choice in named]
         return bool(named)
 
@@ -170,15 +165,15 @@ class LLMEngine:
         session.is_restoring = False
         if error is not None:
             self.sessions.delete(session)
-        for request in [*self._requests.parked.values()]:
+        for request in [*self.requests.parked.values()]:
             key = (request.source.client_id, request.source.session_id)
             if key != session.key or not isinstance(request.state, WaitingForRemoteKvs):
                 continue
             if error is None:
                 request.state = advance(request.state, Restored())
-                self._requests.unpark(request)
+                self.requests.unpark(request)
                 continue
-            for sibling in self._requests.choices(request.request_id)[:0:-1]:
+            for sibling in self.requests.choices(request.request_id)[:0:-1]:
                 self._pending.append(self._finish(sibling, Failed(error)))
             self._pending.append(self._finish(request, RestoreFailed(error)))
 
@@ -186,15 +181,15 @@ class LLMEngine:
 
     def has_work(self) -> bool:
         """Return True if a step would do something."""
-        return bool(self._requests.running or self._requests.waiting or self._pending)
+        return bool(self.requests.running or self.requests.waiting or self._pending)
 
     def wait_s(self) -> float | None:
         """Return the seconds until a step is due without new messages; None: never."""
         if self.has_work() or self.session_requests.is_ready:
             return 0.0
-        waits = [self._limits.timeout_scan_s] if self._requests.parked else []
-        if self._kv_cache.would_evict(self._limits.n_cells_kept_free):
-            waits.append(self._limits.kv_cleanup_interval_s)
+        waits = [self.limits.timeout_scan_s] if self.requests.parked else []
+        if self._kv_cache.would_evict(self.limits.n_cells_kept_free):
+            waits.append(self.limits.kv_cleanup_interval_s)
         return min(waits, default=None)
 
     def step(self, now_s: float) -> list[EngineOutput]:
@@ -208,7 +203,7 @@ class LLMEngine:
         self._now_s = now_s
         plan = self._plan(now_s)
         outputs += self._prepare(plan, now_s)
-        self._timelines.record_step(plan, self._open, len(self._requests.running), now_s)
+        self._timelines.record_step(plan, self._open, len(self.requests.running), now_s)
         batch = self._batch(plan, outputs)
         if len(batch):
             self._stats.end_phase("plan")
@@ -226,41 +221,28 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return gauges and totals after the newest step."""
-        streams, n_free = range(self._limits.n_streams), sum(self._worker.n_cells_free)
-        cache = self._kv_cache.prefix_cache
         return EngineStats(
-            num_running=len(self._requests.running),
-            num_queued=self._requests.num_queued,
-            queue_s=self._stats.queued_prefill_s(self._requests.waiting),
-            num_waiting=len(self._requests.waiting) + len(self._requests.parked),
+            num_running=len(self.requests.running),
+            num_queued=self.requests.num_queued,
+            queue_s=self._stats.queued_prefill_s(self.requests.waiting),
+            num_waiting=len(self.requests.waiting) + len(self.requests.parked),
             num_submitted=self._num_submitted,
-            seq_ids_free=self._worker.n_seq_free,
-            kv_cells=self._limits.n_cells,
-            kv_cells_used=self._limits.n_cells - n_free - sum(map(cache.n_evictable, streams)),
-            kv_cells_retained=sum(map(cache.n_cached, streams)),
-            kv_cells_free=n_free,
+            seq_ids_free=self.worker.n_seq_free,
+            **self._kv_cache.totals(),
             kv_cells_session=self.sessions.n_pinned,
             num_sessions=len(self.sessions),
-            waiting_by_reason=self._requests.waiting_by_reason(),
+            waiting_by_reason=self.requests.waiting_by_reason(),
             **self._stats.totals(),
+            **({} if self._speculator is None else self._speculator.totals()),
         )
 
     def check(self) -> None:
         """Verify all counts, the core's included. Raises BrokenInvariant or EngineDeadError."""
-        self._requests.check()
-        running, cache = self._requests.running, self._kv_cache.prefix_cache
-        if self._worker.n_seq_free != self._limits.max_num_seqs - len(running):
-            raise BrokenInvariant(f"{self._worker.n_seq_free} sequence ids are free, {len(running)} run")
-        cache.check()
-        n_own, n_cached = (
-            sum(r.num_own for r in running),
-            sum(map(cache.n_cached, range(self._limits.n_streams))),
-        )
-        n_used = self._worker.n_cells_used
-        # Without prefix caching, siblings share cells that count for none of them.
-        has_forks = not self._kv_cache.caches_prefixes and any(r.num_shared for r in running)
-        if n_used < n_own + n_cached or (n_used > n_own + n_cached and not has_forks):
-            raise BrokenInvariant(f"{n_used} cells are used; requests own {n_own}, the cache has {n_cached}")
+        self.requests.check()
+        running = self.requests.running
+        if self.worker.n_seq_free != self.limits.max_num_seqs - len(running):
+            raise BrokenInvariant(f"{self.worker.n_seq_free} sequence ids are free, {len(running)} run")
+        self._kv_cache.check(running)
         self.sessions.check_invariants()
         self._executor.check()
 
@@ -275,11 +257,12 @@ class LLMEngine:
     def _view(self, now_s: float) -> SchedulerView:
         return SchedulerView(
             now_s=now_s,
-            waiting=self._requests.waiting,
-            running=self._requests.running,
-            limits=self._limits,
-            n_free=self._worker.n_cells_free,
-            parked=tuple(self._requests.parked.values()),
+            waiting=self.requests.waiting,
+            running=self.requests.running,
+            limits=self.limits,
+            n_free=self.worker.n_cells_free,
+            parked=tuple(self.requests.parked.values()),
+            drafts={ordinal: len(drafts) for ordinal, drafts in self._proposals.items()},
             prefix_cache=self._kv_cache.cache_to_plan,
             round_robin=self._round_robin,
             speed=self._stats.speed,
@@ -289,6 +272,10 @@ class LLMEngine:
 
     def _plan(self, now_s: float) -> SchedulerOutput:
         """Plan the next step. If cells are short, unpin sessions before preempting a request."""
+        if self._speculator is not None:
+            self._proposals = self._speculator.propose(
+                self.requests.running, self.limits.n_batch_slots, self._stats.last_decode
+            )
         plan = self._scheduler.schedule(self._view(now_s))
         while plan.lacks_cells and self.sessions.unpin_least_recent():
             plan = self._scheduler.schedule(self._view(now_s))
@@ -296,7 +283,7 @@ class LLMEngine:
 
     def _n_available_cells(self, stream: int) -> int:
         """Return how many cells of a KV stream a restored session may use."""
-        return self._kv_cache.n_spare(stream, self._requests.running)
+        return self._kv_cache.n_spare(stream, self.requests.running)
 
     def _n_cells(self) -> int:
         """Return how many cells are free or evictable once all sessions are unpinned."""
@@ -334,7 +321,7 @@ class LLMEngine:
         """Acquire a sequence and attach the computed prefix. A request that the core rejects ends here."""
         request = self._open[admission.ordinal]
         try:
-            seq_id = self._worker.open_sequence(request, admission.stream)
+            seq_id = self.worker.open_sequence(request, admission.stream)
         except LlaisysError as error:
             if pin is not None:
                 self._kv_cache.unpin(pin)
@@ -344,7 +331,7 @@ class LLMEngine:
                 raise BrokenInvariant("a sequence id that should be free is lost") from error
             return [self._finish(request, Failed(error))]
         request.state = advance(request.state, Admitted(seq_id, admission.stream))
-        self._requests.start(request)
+        self.requests.start(request)
         self._structured.start_compiling(request)
         if pin is not None:
             self._kv_cache.attach_prefix(request, pin, admission.source)
@@ -362,7 +349,7 @@ class LLMEngine:
         request.state = advance(request.state, Preemption())
         request.num_preempted += 1
         self._stats.num_preempted += 1
-        self._requests.requeue(request)
+        self.requests.requeue(request)
 
     def _batch(self, plan: SchedulerOutput, outputs: list[EngineOutput]) -> Batch:
         """Return the batch of the plan, without requests whose admission or grammar has failed."""
@@ -373,7 +360,8 @@ class LLMEngine:
             if request is not None:
                 tokens = request.token_ids[chunk.start : chunk.start + chunk.n_tokens]
                 chunks.append(Chunk(request, chunk.start, tokens, chunk.samples))
-        batch = Batch(decode, chunks)
+        drafts = {ordinal: self._proposals[ordinal][:n] for ordinal, n in plan.drafts.items()}
+        batch = Batch(decode, chunks, drafts)
         failed = self._structured.fill_masks(batch)
         outputs += [self._finish(request, Failed(error)) for request, error in failed]
         return batch
@@ -384,7 +372,7 @@ class LLMEngine:
         If all counts are right, end the next waiting request, once; otherwise raise BrokenInvariant.
         """
         self.check()
-        n_running, waiting = len(self._requests.running), self._requests.waiting
+        n_running, waiting = len(self.requests.running), self.requests.waiting
         if n_running or now_s - self._stuck_s < _STUCK_S:
             raise BrokenInvariant(f"{n_running} requests run, {len(waiting)} wait, and none can continue")
         self._stuck_s = now_s
@@ -397,23 +385,26 @@ class LLMEngine:
     def _apply_result(self, batch: Batch, result: StepResult, outputs: list[EngineOutput]) -> None:
         """Apply the result of a batch to its requests."""
         step, stats = self._stats.num_steps, self._stats
-        stats.record_batch(sum(len(chunk.token_ids) for chunk in batch.chunks), len(batch.decode))
+        n_drafts = sum(map(len, batch.drafts.values()))
+        stats.record_batch(sum(len(chunk.token_ids) for chunk in batch.chunks), len(batch.decode) + n_drafts)
         ids, logprobs = result.token_ids, result.logprobs
         for item, rows in result.hidden.items():
             batch.request(item).add_hidden(rows)
         for item, request in enumerate(batch.decode):
-            if item in result.errors:
+            if ids[item] < 0 and item in result.errors:
                 outputs.append(self._finish(request, Failed(result.errors[item])))
                 continue
-            request.num_computed += 1
             request.last_step = step
-            entry = logprobs.get(item)
             if request.num_output == 0:  # earlier chunks left one token of the prompt
-                outputs.append(self._first_token(request, ids[item], entry))
-                continue
-            event = request.append_token(ids[item])
-            output = _output(request, ids[item], entry)
-            outputs.append(output if event is None else self._finish(request, event, output))
+                request.num_computed += 1
+                outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
+            elif item in result.accepted or request.ordinal in batch.drafts:
+                self._apply_drafts(batch, result, item, outputs)
+            else:
+                request.num_computed += 1
+                event, entry = request.append_token(ids[item]), logprobs.get(item)
+                output = _output(request, [ids[item]], [entry] if entry else None)
+                outputs.append(output if event is None else self._finish(request, event, output))
         for item, chunk in enumerate(batch.chunks, len(batch.decode)):
             request = chunk.request
             if item in result.errors:
@@ -428,9 +419,29 @@ class LLMEngine:
             for item in range(len(batch)):
                 self._reclaim(batch.request(item))
 
+    def _apply_drafts(self, batch: Batch, result: StepResult, item: int, outputs: list[EngineOutput]) -> None:
+        """Append the tokens of a request that had drafts, up to the one that ends it."""
+        request = batch.request(item)
+        token_ids, entries = result.tokens(item), result.token_logprobs(item)
+        n_kept, error = self._structured.advance(request, token_ids)
+        error = error or result.errors.get(item)
+        event: Event | None = None
+        for n_appended, token_id in enumerate(token_ids[:n_kept], start=1):
+            request.num_computed += 1
+            event = request.append_token(token_id)
+            if event is not None:
+                n_kept = n_appended
+                break
+        if self._speculator is not None:
+            self._speculator.record_accepted(request, len(batch.drafts_of(request)), n_kept - 1)
+        output = _output(request, token_ids[:n_kept], entries and entries[:n_kept])
+        outputs.append(output if event is None else self._finish(request, event, output))
+        if event is None and error is not None:
+            outputs.append(self._finish(request, Failed(error)))
+
     def _reclaim(self, request: Request) -> None:
         """Free the cells that no later row sees, unless a waiting sibling may still fork from the request."""
-        siblings = self._requests.choices(request.request_id) if request.source.params.n > 1 else (request,)
+        siblings = self.requests.choices(request.request_id) if request.source.params.n > 1 else (request,)
         if all(isinstance(sibling.state, Running) for sibling in siblings):
             self._kv_cache.reclaim(request)
 
@@ -440,15 +451,18 @@ class LLMEngine:
             return self._finish(request, *embedding_of(request))
         self._kv_cache.cache_computed(request)
         is_first = request.num_output == 0
-        event, output = request.append_token(token_id), _output(request, token_id, logprobs)
+        event, output = (
+            request.append_token(token_id),
+            _output(request, [token_id], [logprobs] if logprobs else None),
+        )
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
             if request.wants_prompt_logprobs:
                 output.new_prompt_logprobs = request.prompt_logprobs
         if is_first:
             output.queued_s = request.queued_s
-            for follower in self._requests.followers(request):
-                self._requests.unpark(follower)
+            for follower in self.requests.followers(request):
+                self.requests.unpark(follower)
         self._timelines.record_first_token(request)
         return output if event is None else self._finish(request, event, output)
 
@@ -466,8 +480,10 @@ class LLMEngine:
         request.state = state = advance(request.state, event)
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
-        is_last = self._requests.remove(request)
+        is_last = self.requests.remove(request)
         self._structured.drop_matcher(request)
+        if self._speculator is not None:
+            self._speculator.finish(request)
         self._round_robin = self._round_robin.charge(request, request.num_output)
         self._stats.record_finish(state.reason)
         self._timelines.record_end(request, self._now_s)
@@ -477,7 +493,6 @@ class LLMEngine:
         return output
 
 
-def _output(request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-    """Return the output for one token of a choice."""
-    entries = None if logprobs is None else [logprobs]
-    return EngineOutput(request.request_id, [token_id], entries, index=request.index)
+def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput:
+    """Return the output for new tokens of a choice."""
+    return EngineOutput(request.request_id, token_ids, logprobs, index=request.index)

@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llaisys.engine.worker import Batch, StepResult, Worker
+from llaisys.engine.batch import Batch, StepResult
+from llaisys.engine.worker import Worker
 from llaisys.errors import EngineDeadError, LlaisysError, RequestFailedError
 from llaisys.outputs import RequestId
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from numpy.typing import NDArray
 
+from llaisys.engine.batch import Mask
 from llaisys.errors import RejectedError, RequestFailedError, UnsupportedError
 from llaisys.sampling_params import JSON_STYLE, StructuredOutputsParams
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
-# The allowed tokens of a row, `[ceil(vocab / 32)]`: bit `id % 32` of word `id / 32`.
-Mask: TypeAlias = NDArray[np.uint32]
 
 # Limits count work, not time, so that a request always ends in the same way. The cost is quadratic in the
 # number of parser items in a row: 3,000 take about 20 ms.

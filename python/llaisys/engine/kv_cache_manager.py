@@ -7,6 +7,7 @@ and the core, and keeps them consistent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from llaisys.engine.kv_cache_planner import (
 )
 from llaisys.engine.limits import Limits
 from llaisys.engine.prefix_cache import AddNode, CacheEdit, Pin, PrefixCache
-from llaisys.engine.request import EngineRequest, Request
+from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
 from llaisys.engine.worker import Worker
 
 
@@ -67,6 +68,28 @@ class KvCacheManager:
         if self._window is None or source.params.n > 1 or self._limits.n_streams > 1:
             return None
         return max_window_cells(self._window, self._limits.max_num_batched_tokens)
+
+    def totals(self) -> dict[str, Any]:
+        """Return the numbers of cells as fields of EngineStats."""
+        streams, n_free = range(self.n_streams), sum(self._worker.n_cells_free)
+        n_evictable = sum(map(self.prefix_cache.n_evictable, streams))
+        return {
+            "kv_cells": self._limits.n_cells,
+            "kv_cells_used": self._limits.n_cells - n_free - n_evictable,
+            "kv_cells_retained": sum(map(self.prefix_cache.n_cached, streams)),
+            "kv_cells_free": n_free,
+        }
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Verify that the cells in use are those of requests and prefix cache. Raises BrokenInvariant."""
+        self.prefix_cache.check()
+        n_own = sum(request.num_own for request in running)
+        n_cached = sum(map(self.prefix_cache.n_cached, range(self.n_streams)))
+        n_used = self._worker.n_cells_used
+        # Without prefix caching, siblings share cells that count for none of them.
+        has_forks = not self.caches_prefixes and any(request.num_shared for request in running)
+        if n_used < n_own + n_cached or (n_used > n_own + n_cached and not has_forks):
+            raise BrokenInvariant(f"{n_used} cells are used; requests own {n_own}, the cache has {n_cached}")
 
     # --- before a batch ---
 

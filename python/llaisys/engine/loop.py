@@ -17,6 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from llaisys.config import SpeculativeConfig
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.executor import Executor
@@ -26,6 +27,7 @@ from llaisys.engine.memory import WorkerSettings
 from llaisys.engine.messages import Cancel, Shutdown, Submit, TimelineReply, TimelineRequest
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
+from llaisys.engine.spec_decode.speculator import make_speculator
 from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.engine.worker import open_worker
 from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
@@ -181,7 +183,11 @@ class EngineLoop:
 
 
 def build_engine(
-    settings: WorkerSettings, limits: Limits, seed: int, grammar_compiler: GrammarCompiler | None = None
+    settings: WorkerSettings,
+    limits: Limits,
+    seed: int,
+    grammar_compiler: GrammarCompiler | None = None,
+    speculation: SpeculativeConfig | None = None,
 ) -> LLMEngine:
     """Load the model and return its engine.
 
@@ -191,7 +197,8 @@ def build_engine(
     worker = open_worker(settings)
     limits = limits.with_cells(worker.n_cells)
     log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
-    return LLMEngine(Executor(worker), limits, seed, grammar_compiler)
+    speculator = None if speculation is None else make_speculator(speculation, worker.decode_seconds)
+    return LLMEngine(Executor(worker), limits, seed, grammar_compiler, speculator)
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llaisys.config import EngineConfig
+from llaisys.config import EngineConfig, SpeculativeConfig
 from llaisys.engine.host import Cpus
 from llaisys.engine.limits import Limits
-from llaisys.errors import RejectedError
+from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
 
 
@@ -87,6 +87,7 @@ class EngineSizing:
     settings: WorkerSettings
     limits: Limits
     summary: str
+    speculation: SpeculativeConfig | None = None
 
 
 def size_engine(
@@ -106,8 +107,12 @@ def size_engine(
     On a GPU, the core determines how many cells fit. Unless a number is configured, the settings have none,
     and the limits assume one context of the maximum length until the engine is built (`Limits.with_cells`).
 
-    Raises RejectedError naming the setting that cannot be satisfied.
+    Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
+    if config.speculative_config is not None and gpu is not None:
+        raise UnsupportedError(
+            "speculative decoding runs on the CPU only; set device cpu", param="speculative_config"
+        )
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
@@ -174,7 +179,7 @@ def size_engine(
     )
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
-    return EngineSizing(settings, limits, summary)
+    return EngineSizing(settings, limits, summary, config.speculative_config)
 
 
 def _requested_len(config: EngineConfig, info: ModelInfo) -> int:

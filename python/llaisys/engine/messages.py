@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from llaisys import errors
+from llaisys.config import SpeculativeConfig
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.engine.limits import Limits
@@ -32,6 +33,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     - `log_level`: a numeric level of `logging`.
     - `grammar_tokenizer`: the model's tokenizer for structured outputs. Without it, requests with a grammar
       are rejected.
+    - `speculation`: the settings of speculative decoding; None turns it off.
     """
 
     version: str
@@ -42,6 +44,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     inbox_max: int
     log_level: int
     grammar_tokenizer: GrammarTokenizer | None = None
+    speculation: SpeculativeConfig | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -110,6 +110,7 @@ class ProcessClient(EngineClient):
             inbox_max=self._inbox_max,
             log_level=logging.getLogger().getEffectiveLevel(),
             grammar_tokenizer=grammar_tokenizer,
+            speculation=sizing.speculation,
         )
         self._restarts = RestartLimit(clock)
         self._closing = threading.Event()

@@ -98,7 +98,7 @@ def _serve(channel: Channel) -> None:
 
     compiler = None if start.grammar_tokenizer is None else GrammarCompiler(start.grammar_tokenizer)
     loop = EngineLoop(
-        partial(build_engine, start.settings, start.limits, start.seed, compiler),
+        partial(build_engine, start.settings, start.limits, start.seed, compiler, start.speculation),
         EngineListener(on_step, send, send, on_end, time.monotonic),
         start.inbox_max,
         watchdog,

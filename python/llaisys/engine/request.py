@@ -41,6 +41,7 @@ class EngineRequest:
     - `bad_word_ids`: the token sequences of `params.bad_words`.
     - `session_id`: the session that keeps the request's KV. The request waits while the session is restored.
     - `pooling`: compute the embedding of the prompt; nothing is sampled.
+    - `prediction_token_ids`: the tokens of `params.prediction`, which speculation proposes.
     """
 
     request_id: RequestId
@@ -55,6 +56,7 @@ class EngineRequest:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     session_id: str = ""
     pooling: Pooling | None = None
+    prediction_token_ids: list[int] = field(default_factory=list)
 
 
 # --- states: each has exactly the fields that exist in it; only Running has a sequence id ---
@@ -207,6 +209,8 @@ class Request:
       from arrival until then.
     - `prompt_logprobs`: those computed so far, from the second prompt token on; only in a leader.
     - `pool`: pooled hidden states of an embedding request; kept when it is preempted.
+    - `num_draft_tokens`, `num_accepted_tokens`: verified drafts, and those that became output.
+      `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: of those from its prediction.
     - `last_step`: the last step that computed a token of it. `pin`: its pinned path while it runs.
 
     Invariants: `num_computed < len(token_ids) <= token_limit` until it is finished; `num_computed` is 0
@@ -226,6 +230,10 @@ class Request:
     num_cached: int | None = None
     queued_s: float = 0.0
     num_preempted: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
+    num_rejected_prediction_tokens: int = 0
     last_step: int = -1
     pin: Pin | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -277,6 +285,11 @@ class Request:
     def num_output(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - len(self.source.prompt_token_ids)
+
+    @property
+    def output_ids(self) -> array[int]:
+        """The output tokens so far, as a copy."""
+        return self.token_ids[len(self.source.prompt_token_ids) :]
 
     @property
     def wants_prompt_logprobs(self) -> bool:

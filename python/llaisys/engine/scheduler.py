@@ -19,7 +19,7 @@ budget goes to prompts, in chunks. `request_queue` determines the order, `kv_cac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llaisys.engine.client_shares import ABOVE_IDS, ClientShares
@@ -28,45 +28,7 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.prefix_cache import PrefixCache
 from llaisys.engine.request import Request
 from llaisys.engine.request_queue import DeficitRoundRobin, RoundRobinState, WaitingQueue, queue_key
-
-# Weight of the newest observation in the exponential moving averages of `StepSpeed`.
-_NEWEST_WEIGHT = 0.2
-# Minimum prompt tokens of a step, however slow the machine is, so that every prompt makes progress.
-PREFILL_TOKENS_MIN = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StepSpeed:
-    """Measured seconds of a step without prompt tokens, and the additional seconds per prompt token.
-
-    None before the first observation. Moving averages, so that a single slow step does not stop prompts.
-    """
-
-    step_s: float | None = None
-    prefill_token_s: float | None = None
-
-    def observe(self, seconds: float, n_prefill: int) -> StepSpeed:
-        """Return the speed after a step that took `seconds` and computed `n_prefill` prompt tokens."""
-
-        def mean(old: float | None, new: float) -> float:
-            return new if old is None else old + _NEWEST_WEIGHT * (new - old)
-
-        if n_prefill == 0:
-            return StepSpeed(mean(self.step_s, seconds), self.prefill_token_s)
-        each = max(0.0, seconds - (self.step_s or 0.0)) / n_prefill
-        return StepSpeed(self.step_s, mean(self.prefill_token_s, each))
-
-    def longest_s(self, n_prefill: int) -> float:
-        """Return the predicted seconds of a step with `n_prefill` prompt tokens; 0 before an observation."""
-        return (self.step_s or 0.0) + (self.prefill_token_s or 0.0) * n_prefill
-
-    def prefill_tokens(self, limit_s: float, most: int) -> int:
-        """Return the number of prompt tokens, up to `most`, that fit in a step of `limit_s` seconds."""
-        left_s = limit_s - (self.step_s or 0.0)
-        if self.prefill_token_s is None or self.prefill_token_s * most <= left_s:
-            return most  # also avoids a division by a tiny number
-        n_tokens = int(left_s / self.prefill_token_s) if left_s > 0 else 0
-        return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
+from llaisys.engine.step_speed import StepSpeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +36,7 @@ class SchedulerView:
     """The state of the engine that the scheduler reads.
 
     - `running`: in `queue_key` order. `parked`: open requests that wait for something other than capacity.
+    - `drafts`: the number of draft tokens proposed for running requests, by ordinal.
     - `n_free`: free cells by KV stream. `prefix_cache`: None if prefix caching is off.
     - `round_robin`, `speed`: state after the last step. `last_deadline_scan_s`, `last_cleanup_s`: times of
       the last checks of the deadlines and of the prefix cache's size.
@@ -85,6 +48,7 @@ class SchedulerView:
     limits: Limits
     n_free: tuple[int, ...]
     parked: Sequence[Request] = ()
+    drafts: Mapping[int, int] = field(default_factory=dict)
     prefix_cache: PrefixCache | None = None
     round_robin: RoundRobinState = field(default_factory=RoundRobinState)
     speed: StepSpeed = field(default_factory=StepSpeed)
@@ -124,7 +88,7 @@ class SchedulerOutput:
     1. End the requests of `expire`, then preempt those of `preempt`.
     2. Pin the prefixes of `admit`, and evict until `n_free_wanted` cells are free in each KV stream.
     3. Start the requests of `admit`.
-    4. Compute one token for each of `decode`, and `chunks`, in one batch.
+    4. Compute one token for each of `decode`, with its number of `drafts`, and `chunks`, in one batch.
 
     Ordinals identify requests. `without_cells`: running requests, or the next in the queue, that found no
     cells. `lacks_cells`: more cells would avoid a preemption or serve a request without cells. `round_robin`:
@@ -140,6 +104,7 @@ class SchedulerOutput:
     n_free_wanted: tuple[int, ...] = ()
     admit: tuple[Admission, ...] = ()
     decode: tuple[int, ...] = ()
+    drafts: Mapping[int, int] = field(default_factory=dict)
     chunks: tuple[ScheduledChunk, ...] = ()
     without_cells: tuple[int, ...] = ()
     lacks_cells: bool = False
@@ -158,6 +123,7 @@ class Scheduler:
         step.preempt_for_client_shares()
         step.schedule_running()
         step.schedule_prompts()
+        step.schedule_drafts()
         return step.output()
 
 
@@ -178,6 +144,7 @@ class _Step:
         self._preempted_for_cells: list[Request] = []
         self._lacks_cells = False
         self._decoding: list[Request] = []
+        self._drafts: dict[int, int] = {}
         self._prompts: list[Request] = []
         self._prefills: list[_Prefill] = []
         self._admitted: list[Admission] = []
@@ -193,6 +160,7 @@ class _Step:
             n_free_wanted=tuple(max(kept_free, allocated) for allocated in self._cells.allocated),
             admit=tuple(self._admitted),
             decode=tuple([r.ordinal for r in self._decoding]),
+            drafts=self._drafts,
             chunks=tuple(prefill.chunk() for prefill in self._prefills if prefill.n_tokens),
             without_cells=tuple(r.ordinal for r in self._without_cells),
             lacks_cells=bool(self._preempted_for_cells or self._without_cells or self._lacks_cells),
@@ -279,6 +247,21 @@ class _Step:
         if candidates is not None:
             self._round_robin = candidates.round_robin.state()
             self._without_cells += candidates.without_cells
+
+    def schedule_drafts(self) -> None:
+        """Add draft tokens to decoding requests, in a step without prompt tokens and preemptions. They get
+        only cells that are free now, so drafts evict nothing."""
+        if not self._view.drafts or self._preempted_for_cells or any(p.n_tokens for p in self._prefills):
+            return
+        budget = PrefillBudget(self._limits, self._view.speed, self._decoding)
+        for request in self._decoding:
+            stream = request.stream
+            n_free = self._view.n_free[stream] - self._cells.allocated[stream]
+            n_cells = min(n_free, self._cells.available(request, stream))
+            n_wanted = min(self._view.drafts.get(request.ordinal, 0), n_cells)
+            if n_drafts := budget.grant(request, n_wanted, 0, all_served=True):
+                self._cells.allocate(request, stream, n_drafts)
+                self._drafts[request.ordinal] = n_drafts
 
     # --- client shares ---
 

@@ -53,7 +53,9 @@ def start_engine(
         if config.engine_process:
             tokenizer = None if grammar_compiler is None else grammar_compiler.tokenizer
             return ProcessClient(sizing, config, deliver, grammar_tokenizer=tokenizer, watchdog=watchdog)
-        build = partial(build_engine, sizing.settings, sizing.limits, config.seed, grammar_compiler)
+        build = partial(
+            build_engine, sizing.settings, sizing.limits, config.seed, grammar_compiler, sizing.speculation
+        )
         return InprocClient(build, sizing.limits, deliver, watchdog=watchdog)
 
     if config.device == "cpu":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llaisys.engine.request_queue import WaitingQueue
-from llaisys.engine.scheduler import StepSpeed
+from llaisys.engine.step_speed import DecodeStep, StepSpeed
 from llaisys.outputs import FinishReason
 from llaisys.stats import CANCEL_BOUNDS_S, STEP_BOUNDS_S, STEP_TOKENS_BOUNDS, Histogram
 
@@ -21,7 +21,8 @@ PHASES = ("plan", "execute", "settle", "deliver")
 class EngineStatsRecorder:
     """Records the stats of one engine. `num_steps` counts executed steps.
 
-    `clock` returns seconds and only times the phases.
+    - `clock` returns seconds and only times the phases.
+    - `last_decode`: the previous step, if it computed no prompt tokens.
     """
 
     clock: Callable[[], float]
@@ -34,6 +35,7 @@ class EngineStatsRecorder:
     step_decode_tokens: int = 0
     step_s: float = 0.0
     speed: StepSpeed = field(default_factory=StepSpeed)
+    last_decode: DecodeStep | None = None
     finished: Counter[str] = field(default_factory=Counter)
     tokens_of_steps: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS_BOUNDS))
     seconds_of_phases: dict[str, Histogram] = field(
@@ -49,10 +51,13 @@ class EngineStatsRecorder:
 
         Record the duration of the previous step, if it computed something and work continued.
         """
+        self.last_decode = None
         if self._began_s is not None and (self.step_prefill_tokens or self.step_decode_tokens):
             self.step_s = now_s - self._began_s
             self.end_phase("deliver")
             self.speed = self.speed.observe(self.step_s, self.step_prefill_tokens)
+            if not self.step_prefill_tokens:
+                self.last_decode = DecodeStep(self.step_decode_tokens, self.step_s)
         self._began_s, self._phase_began_s = now_s, self.clock()
         self.step_prefill_tokens = self.step_decode_tokens = 0
         self.num_steps += 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llaisys.config import cubin_folder, cuda_library_folders
+from llaisys.engine.batch import AcceptedTokens, Batch, Mask, StepResult
 from llaisys.engine.engine_output import TokenLogprobs
 from llaisys.engine.host import bind_thread
 from llaisys.engine.load_progress import loading_bar
@@ -40,98 +41,14 @@ log = logging.getLogger(__name__)
 
 # First id of the cache nodes that exist only within one call; the prefix cache numbers its nodes from 1.
 _FIRST_TEMPORARY_NODE = 2**63
-# Values of `wants_output`: logits and a sampled id; the final hidden state.
-_LOGITS, _HIDDEN = 1, 2
+# Flags of `wants_output`: logits and a sampled id; the final hidden state; the row's token is a draft.
+_LOGITS, _HIDDEN, _DRAFT = 1, 2, 4
 _FAULTS = {
     "non_finite": "the model computed a number that is not finite for this request",
     "all_masked": "no token is allowed for this request",
 }
 # The request fields that can mask tokens.
 _FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Consecutive tokens of a running request, from position `start`. `samples`: the last row samples a token
-    or completes the pooled hidden states."""
-
-    request: Request
-    start: int
-    token_ids: Sequence[int]
-    samples: bool
-
-    @property
-    def scored(self) -> range:
-        """Positions whose rows score a prompt token."""
-        return self.request.rows_to_score(self.start, self.start + len(self.token_ids))
-
-    @property
-    def pooled(self) -> range:
-        """Positions whose rows return their final hidden state."""
-        pool = self.request.pool
-        return range(0) if pool is None else pool.rows(self.start, self.start + len(self.token_ids))
-
-
-@dataclass(slots=True)
-class Batch:
-    """The batch of one step: the newest token of each request of `decode`, then `chunks`.
-
-    An *item* is a request of `decode` or a chunk, numbered in this order. `masks`: by ordinal, the allowed
-    tokens of a request with a grammar, `[ceil(vocab / 32)]` (bit `id % 32` of word `id / 32`).
-    """
-
-    decode: Sequence[Request]
-    chunks: Sequence[Chunk]
-    masks: dict[int, NDArray[np.uint32]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self.decode) + len(self.chunks)
-
-    def part(self, first: int, end: int) -> Batch:
-        """Return the batch of the items `first <= i < end`."""
-        n = len(self.decode)
-        return Batch(self.decode[first:end], self.chunks[max(0, first - n) : max(0, end - n)], self.masks)
-
-    def sampling(self) -> Iterator[Request]:
-        """Iterate over the requests that sample a token, in the order of their rows."""
-        yield from self.decode
-        yield from (chunk.request for chunk in self.chunks if chunk.samples)
-
-    def request(self, item: int) -> Request:
-        """Return the request of an item."""
-        n = len(self.decode)
-        return self.decode[item] if item < n else self.chunks[item - n].request
-
-
-@dataclass(slots=True)
-class StepResult:
-    """The result of a batch, by item.
-
-    - `token_ids`: the sampled id of each item; -1 if nothing was sampled.
-    - `logprobs`: of items that request them. `prompt_logprobs`: of the prompt tokens scored by an item's
-      rows, in order.
-    - `errors`: the error that ends the item's request. `hidden`: the final hidden states `[n, d_model]` of an
-      item's pooled rows.
-    - `rejected`: items that the core rejected even when run alone.
-    """
-
-    token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    errors: dict[int, LlaisysError] = field(default_factory=dict)
-    rejected: list[int] = field(default_factory=list)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    hidden: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-
-    def extend(self, other: StepResult) -> None:
-        """Append the results of the next items."""
-        n = len(self.token_ids)
-        self.token_ids += other.token_ids
-        self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
-        self.prompt_logprobs |= {n + item: entries for item, entries in other.prompt_logprobs.items()}
-        self.errors |= {n + item: error for item, error in other.errors.items()}
-        self.hidden |= {n + item: rows for item, rows in other.hidden.items()}
-        self.rejected += [n + item for item in other.rejected]
 
 
 class Worker:
@@ -267,6 +184,17 @@ class Worker:
         positions = [request.num_computed for request in decode]
         seq_ids = [request.seq_id for request in decode]
         wants = bytearray(_LOGITS if request.pool is None else _HIDDEN for request in decode)
+        if batch.drafts:
+            at = 0
+            for request in decode:
+                at += 1
+                if drafts := batch.drafts_of(request):
+                    end, n = at + len(drafts), len(drafts)
+                    tokens[at:at] = drafts
+                    positions[at:at] = range(request.num_computed + 1, request.num_computed + 1 + n)
+                    seq_ids[at:at] = [request.seq_id] * n
+                    wants[at:at] = bytes([_LOGITS | _DRAFT]) * n
+                    at = end
         for chunk in batch.chunks:
             n = len(chunk.token_ids)
             tokens += chunk.token_ids
@@ -291,6 +219,20 @@ class Worker:
         if output.graph_refusal is not None:
             log.warning("%s", output.graph_refusal)
         return _result(batch, output)
+
+    def decode_seconds(self, n_rows: int) -> float:
+        """Decode `n_rows` tokens of a temporary sequence, all with logits, and return the seconds."""
+        seq_id = self._context.seq_acquire(0)
+        try:
+            rows = np.arange(n_rows, dtype=np.int32)
+            zeros, ones = np.zeros(n_rows, np.int32), np.ones(n_rows, np.int32)
+            begin_s = time.perf_counter()
+            self._context.decode(
+                zeros, rows, ones, np.full(n_rows, seq_id, np.int64), np.full(n_rows, _LOGITS, np.uint8)
+            )
+            return time.perf_counter() - begin_s
+        finally:
+            self.close_sequence(seq_id)
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
         """Return a watchdog of this context. `window_s`: for layers, tokens and the event loop; a sixth of it
@@ -434,12 +376,15 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
 
 def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
     """Return the rows with a mask `[n]`, and their bits `[n, ceil(vocab / 32)]`; None without masks."""
-    sampling = list(enumerate(batch.decode))
-    row = len(batch.decode) - 1
+    masked: list[tuple[int, Mask]] = []
+    row = 0
+    for request in batch.decode:
+        masked += enumerate(batch.masks.get(request.ordinal, ()), row)
+        row += 1 + len(batch.drafts_of(request))
     for chunk in batch.chunks:
         row += len(chunk.token_ids)
-        sampling += [(row, chunk.request)] if chunk.samples else []
-    masked = [(row, batch.masks[each.ordinal]) for row, each in sampling if each.ordinal in batch.masks]
+        if chunk.samples:
+            masked += enumerate(batch.masks.get(chunk.request.ordinal, ()), row - 1)
     if not masked:
         return None
     return np.array([row for row, _ in masked], np.int32), np.stack([bits for _, bits in masked])
@@ -448,11 +393,14 @@ def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:
     """Convert the core's output to results by item.
 
-    Output rows are in batch order. Those of an item are the scored rows, then the sampling row; or the pooled
-    rows.
+    Output rows are in batch order. Those of an item are the row of its newest token and those of its drafts;
+    the scored rows of a prompt, then the sampling row; or the pooled rows.
     """
     ids: list[int] = output.token_ids.tolist()
     items = list(range(len(batch.decode)))
+    if batch.drafts:
+        n_rows = (1 + len(batch.drafts_of(request)) for request in batch.decode)
+        items = [item for item, n in enumerate(n_rows) for _ in range(n)]
     scored: set[int] = set()
     for item, chunk in enumerate(batch.chunks, len(batch.decode)):
         n_scored = len(chunk.scored)
@@ -462,17 +410,24 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
     if len(ids) != len(items):
         raise BrokenInvariant(f"the core returned {len(ids)} ids for {len(items)} rows")
     result = StepResult(ids)
-    if batch.chunks:
+    if batch.chunks or batch.drafts:
         result.token_ids = [-1] * len(batch)
+        previous = -1
         for row, (item, token_id) in enumerate(zip(items, ids, strict=True)):
-            if row not in scored:
+            if item == previous and item < len(batch.decode):
+                if token_id >= 0:
+                    result.accepted.setdefault(item, AcceptedTokens()).token_ids.append(token_id)
+            elif row not in scored:
                 result.token_ids[item] = token_id
+            previous = item
     for row, logprob, rank, top in output.logprobs:
-        entry = TokenLogprobs(ids[row], logprob, rank, top)
+        entry, item = TokenLogprobs(ids[row], logprob, rank, top), items[row]
         if row in scored:
-            result.prompt_logprobs.setdefault(items[row], []).append(entry)
+            result.prompt_logprobs.setdefault(item, []).append(entry)
+        elif item in result.logprobs:
+            result.accepted[item].logprobs.append(entry)
         else:
-            result.logprobs[items[row]] = entry
+            result.logprobs[item] = entry
     if output.hidden is not None:
         item_of_row = np.array(items)
         for item in dict.fromkeys(items):
@@ -482,16 +437,18 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
         item_of = dict(zip(output.rows.tolist(), items, strict=True))
         for batch_row, fault in output.faults:
             item = item_of[batch_row]
-            result.errors[item] = _row_error(fault, batch.request(item))
+            result.errors[item] = _row_error(fault, batch, result, item)
     return result
 
 
-def _row_error(fault: str, request: Request) -> LlaisysError:
+def _row_error(fault: str, batch: Batch, result: StepResult, item: int) -> LlaisysError:
     """Return the error for a fault of a row. If no token is allowed, it names the request's fields."""
+    request = batch.request(item)
+    n_output = request.num_output + len(result.tokens(item))
     fields = [name for name in _FORBIDDING if getattr(request.source.params, name)]
     if fault == "all_masked" and fields:
         return RejectedError(
-            f"{' and '.join(fields)} leave no token after {request.num_output} tokens of the completion: "
+            f"{' and '.join(fields)} leave no token after {n_output} tokens of the completion: "
             "remove one of these fields, or allow more tokens",
             param=fields[0],
         )

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from fakes import core
 from fakes.asks import ask
+from llaisys.engine.batch import Batch, Chunk
 from llaisys.engine.executor import Executor
 from llaisys.engine.request import Request, Running
-from llaisys.engine.worker import Batch, Chunk, Worker
+from llaisys.engine.worker import Worker
 from llaisys.errors import EngineDeadError, RejectedError, RequestFailedError
 
 NOW = 1000.0

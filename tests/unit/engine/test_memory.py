@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from llaisys.config import Config
+from llaisys.config import Config, SpeculativeConfig
 from llaisys.engine.host import Cpus
 from llaisys.engine.memory import EngineSizing, GpuSettings, size_engine
 from llaisys.engine.worker import inspect_model
-from llaisys.errors import RejectedError
+from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
 
 MIB = 2**20
@@ -179,3 +179,14 @@ def test_on_a_gpu_the_core_sizes_the_kv_cache_unless_configured() -> None:
     few = made.limits.with_cells(60)
     assert (few.n_cells, few.max_model_len) == (60, 30)
     assert made.limits.with_cells(10_000).max_model_len == 128
+
+
+def test_speculation_is_sized_on_the_cpu_and_rejected_on_a_gpu() -> None:
+    speculative = SpeculativeConfig(method="suffix")
+    assert sized().speculation is None
+    assert sized(speculative_config=speculative).speculation == speculative
+    config, info = Config(speculative_config=speculative), inspect_model(Path("fake"))
+    gpu = GpuSettings(ordinal=0, memory_share=0.9, synchronous=False, overlap=True)
+    with pytest.raises(UnsupportedError, match="device cpu") as error:
+        size_engine(config, info, 100 * MIB, Cpus(2), gpu=gpu)
+    assert error.value.param == "speculative_config"

@@ -11,6 +11,7 @@ import pytest
 
 from fakes.asks import ask, limits
 from llaisys import errors
+from llaisys.config import SpeculativeConfig
 from llaisys.engine.engine_output import EngineOutput, TokenLogprobs
 from llaisys.engine.memory import GpuSettings, WorkerSettings
 from llaisys.engine.messages import (
@@ -76,6 +77,8 @@ SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [
         Submit(
             ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
         ),
+        Start("1", SETTINGS, limits(), 0, 30.0, 30, 20, speculation=SpeculativeConfig(method="suffix")),
+        Submit(ask(prediction_token_ids=[1, 2])),
         Submit(ask(allowed_token_ids=[3], bad_words=["a"], bad_word_ids=((1, 2), (3,)), prompt_logprobs=2)),
         Cancel("a"),
         SessionRequest(kind="fork", client_id="k", name="a", other="b", n_tokens=3, call_id=7),

@@ -2,70 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.asks import ask, limits
+from fakes.views import NOW, planned, request, schedule, view_of
 from llaisys.engine.kv_cache_planner import LOOKAHEAD_TOKENS
-from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.prefix_cache import PrefixCache
-from llaisys.engine.request import PREEMPTIONS_MAX, Admitted, Request, advance
-from llaisys.engine.request_queue import RoundRobinState, WaitingQueue, queue_key
+from llaisys.engine.request import PREEMPTIONS_MAX, Request
+from llaisys.engine.request_queue import RoundRobinState, WaitingQueue
 from llaisys.engine.scheduler import (
-    PREFILL_TOKENS_MIN,
     Admission,
     ScheduledChunk,
-    Scheduler,
     SchedulerOutput,
     SchedulerView,
-    StepSpeed,
 )
-
-NOW = 1000.0
-schedule = Scheduler().schedule
-
-
-def request(
-    ordinal: int, n_prompt: int = 3, *, computed: int = -1, output: int = 0, **changes: Any
-) -> Request:
-    """Return a waiting request, or a running one if `computed` or `output` is set.
-
-    Other settings: `stream`, `preempted` (a count), `last_step`, and the fields of `ask`.
-    """
-    stream, n_preempted = changes.pop("stream", 0), changes.pop("preempted", 0)
-    last_step = changes.pop("last_step", -1)
-    source = ask(f"{ordinal}", [1] * n_prompt, **changes)
-    limit = token_limit([1] * n_prompt, source.params, limits())
-    made = Request(source, ordinal=ordinal, seed=0, token_limit=limit)
-    made.token_ids.extend([2] * output)
-    made.num_preempted, made.last_step = n_preempted, last_step
-    if computed >= 0 or output:
-        made.state = advance(made.state, Admitted(ordinal, stream))
-        made.num_computed = computed if computed >= 0 else n_prompt + output - 1
-    return made
-
-
-def view_of(
-    waiting: list[Request], running: list[Request], bounds: Limits | None = None, **more: Any
-) -> SchedulerView:
-    bounds = bounds or limits()
-    queue = WaitingQueue()
-    for each in waiting:
-        queue.add(each)
-    n_free = [bounds.n_cells_per_stream] * bounds.n_streams
-    for each in running:
-        n_free[each.state.stream] -= each.num_computed  # type: ignore[union-attr]
-    facts = {"now_s": NOW, "n_free": tuple(n_free), "last_cleanup_s": NOW, **more}
-    return SchedulerView(waiting=queue, running=sorted(running, key=queue_key), limits=bounds, **facts)
-
-
-def planned(
-    waiting: list[Request], running: list[Request], bounds: Limits | None = None, **more: Any
-) -> SchedulerOutput:
-    return schedule(view_of(waiting, running, bounds, **more))
+from llaisys.engine.step_speed import PREFILL_TOKENS_MIN, StepSpeed
 
 
 def sizes(made: SchedulerOutput) -> dict[int, int]:
@@ -142,17 +95,6 @@ def test_prefill_tokens_are_bounded_by_the_step_time(speed: StepSpeed, n_tokens:
     bounds = limits(max_num_batched_tokens=400, max_model_len=1000, n_cells=1000, max_step_time_s=0.25)
     long = Request(ask("1", [1] * 900), ordinal=1, seed=0, token_limit=910)
     assert sizes(schedule(view_of([long], [], bounds, speed=speed))) == {1: n_tokens}
-
-
-def test_step_speed_is_a_moving_average() -> None:
-    speed = StepSpeed()
-    for _ in range(40):
-        speed = speed.observe(0.01, 0)
-        speed = speed.observe(0.11, 100)
-    assert speed.step_s == pytest.approx(0.01)
-    assert speed.prefill_token_s == pytest.approx(0.001)
-    once = speed.observe(10.0, 100)
-    assert once.prefill_token_s == pytest.approx(0.001 + 0.2 * (0.0999 - 0.001))
 
 
 # --- batch slots ---
@@ -333,7 +275,8 @@ def views(draw: st.DrawFn) -> SchedulerView:
             running.append(each)
         else:
             waiting.append(each)
-    return view_of(waiting, running, bounds, n_free=tuple(n_free))
+    drafts = {r.ordinal: draw(st.integers(1, 9)) for r in running if draw(st.booleans())}
+    return view_of(waiting, running, bounds, n_free=tuple(n_free), drafts=drafts)
 
 
 @given(views())
@@ -347,7 +290,8 @@ def test_every_plan_respects_all_bounds(view: SchedulerView) -> None:
     kept = [r for r in view.running if r.ordinal not in gone]
     admitted = {admit.ordinal: admit for admit in made.admit}
     # budgets: tokens, batch slots, sequence ids
-    assert len(made.decode) + sum(c.n_tokens for c in made.chunks) <= bounds.max_num_batched_tokens
+    n_tokens = len(made.decode) + sum(c.n_tokens for c in made.chunks) + sum(made.drafts.values())
+    assert n_tokens <= bounds.max_num_batched_tokens
     assert len(made.decode) + len(made.chunks) <= (bounds.max_batch_size or bounds.max_num_seqs)
     assert len(admitted) <= bounds.max_num_seqs - len(kept)
     for client in "xyz" if bounds.max_client_tokens_per_step else "":
@@ -370,6 +314,8 @@ def test_every_plan_respects_all_bounds(view: SchedulerView) -> None:
         assert 1 <= chunk.n_tokens <= (bounds.long_prefill_token_threshold or each.num_missing)
         assert chunk.samples == (chunk.n_tokens == each.num_missing)
     assert all(by_id[i].num_missing == 1 for i in made.decode)
+    assert set(made.drafts) <= set(made.decode)
+    assert all(1 <= n <= view.drafts[i] for i, n in made.drafts.items())
     # the oldest request is never preempted, and a step that preempts admits none
     assert not kept or kept[0].ordinal not in made.preempt
     assert not (made.preempt and made.admit)
@@ -486,10 +432,3 @@ def test_charge_of_zero_tokens_or_a_lone_client_changes_nothing() -> None:
     assert fair.charge(one, 0) is fair
     alone = RoundRobinState((((0, "x"), 5),))
     assert alone.charge(one, 3) is alone
-
-
-def test_step_speed_keeps_values_that_a_step_did_not_measure() -> None:
-    speed = StepSpeed(0.1, 0.01).observe(0.2, 0)
-    assert speed.step_s == pytest.approx(0.1 + 0.2 * 0.1)
-    assert speed.prefill_token_s == 0.01
-    assert StepSpeed().observe(0.5, 5) == StepSpeed(None, 0.1)

@@ -10,18 +10,11 @@ import pytest
 
 from fakes import core
 from fakes.asks import ask
+from llaisys.engine.batch import Batch, Chunk, StepResult
 from llaisys.engine.memory import WorkerSettings
 from llaisys.engine.prefix_cache import AddNode, SplitNode, TrimNode
 from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.engine.worker import (
-    Batch,
-    Chunk,
-    StepResult,
-    Worker,
-    available_isas,
-    inspect_model,
-    open_worker,
-)
+from llaisys.engine.worker import Worker, available_isas, inspect_model, open_worker
 from llaisys.errors import RejectedError, RequestFailedError
 
 

@@ -1,0 +1,99 @@
+"""TokenIndex: finds where the newest tokens of a request occurred before. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+# Occurrences of one n-gram that are kept: the newest ones.
+OCCURRENCES_MAX = 8
+
+Ngram: TypeAlias = bytes
+_ITEM_BYTES = array("i").itemsize
+
+
+def ngram_before(tokens: array[int], end: int, n: int) -> Ngram:
+    """Return the key of the `n` tokens before position `end`."""
+    return tokens[end - n : end].tobytes()
+
+
+class TokenIndex:
+    """A text of tokens, and the newest positions after each n-gram of it.
+
+    `n`: the length of the n-grams, which is the shortest match. Memory is proportional to the tokens.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.tokens: array[int] = array("i")
+        self._after: dict[Ngram, list[int]] = {}
+
+    def extend(self, tokens: array[int]) -> None:
+        """Append tokens."""
+        n, begin = self.n, max(len(self.tokens) + 1, self.n)
+        self.tokens += tokens
+        raw, after = self.tokens.tobytes(), self._after
+        for end in range(begin, len(self.tokens) + 1):
+            positions = after.setdefault(raw[(end - n) * _ITEM_BYTES : end * _ITEM_BYTES], [])
+            positions.append(end)
+            if len(positions) > OCCURRENCES_MAX:
+                del positions[0]
+
+    def positions_after(self, ngram: Ngram) -> Sequence[int]:
+        """Return the newest positions after an n-gram of `n` tokens, ascending."""
+        return self._after.get(ngram, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A position of a text whose preceding tokens equal the newest tokens of a request."""
+
+    tokens: Sequence[int]
+    position: int
+
+    def length(self, newest: Sequence[int], most: int) -> int:
+        """Return the number of tokens, up to `most`, before the position that equal the end of `newest`."""
+        tokens, position = self.tokens, self.position
+        most = min(most, position, len(newest))
+        for n in range(most):
+            if tokens[position - 1 - n] != newest[-1 - n]:
+                return n
+        return most
+
+
+def longest(matches: Sequence[Match], newest: Sequence[int], most: int) -> tuple[list[Match], int]:
+    """Return the longest matches with the end of `newest`, and their length, at most `most`."""
+    lengths = [match.length(newest, most) for match in matches]
+    best = max(lengths, default=0)
+    return [match for match, n in zip(matches, lengths, strict=True) if n == best and n], best
+
+
+def continuation(matches: Sequence[Match], own: Sequence[int], n_tokens: int, min_prob: float) -> list[int]:
+    """Return up to `n_tokens` tokens that follow most of the matches, with the newest match as tiebreak.
+
+    It ends where the share of all matches that it follows is below `min_prob`. A match in `own`, the
+    request's own tokens, continues with the drafts at their end, so that periodic text is continued.
+    """
+    drafts: list[int] = []
+    followed = [(match.tokens, match.position) for match in matches]
+    n_min = min_prob * len(followed)
+    while len(drafts) < n_tokens:
+        nexts = [_next(tokens, at + len(drafts), own, drafts) for tokens, at in followed]
+        counts = Counter(token for token in nexts if token is not None)
+        if not counts:
+            break
+        token, n = counts.most_common(1)[0]
+        if n < n_min:
+            break
+        drafts.append(token)
+        followed = [each for each, candidate in zip(followed, nexts, strict=True) if candidate == token]
+    return drafts
+
+
+def _next(tokens: Sequence[int], at: int, own: Sequence[int], drafts: Sequence[int]) -> int | None:
+    if at < len(tokens):
+        return tokens[at]
+    return drafts[at - len(tokens)] if tokens is own else None
