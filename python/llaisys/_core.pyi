@@ -27,8 +27,10 @@ def cuda_info(folders: list[str], driver: str = ...) -> str:
     """
 
 def cuda_kernel_sources() -> str:
-    """Return the CUDA kernels as JSON: `[{module, source, defines: {NAME: value}, kernels}]`, where each kernel
-    is `{name, max_threads, max_registers, max_shared_bytes}`."""
+    """Return the CUDA kernels as JSON: `[{module, source, defines: {NAME: value}, kernels}]`.
+
+    Each kernel is `{name, max_threads, max_registers, max_shared_bytes}`.
+    """
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Return one Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""

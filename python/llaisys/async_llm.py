@@ -190,6 +190,8 @@ class AsyncLLM:
             words: tuple[tuple[int, ...], ...] = ()
             if params.bad_words:
                 words = await asyncio.to_thread(tokenize_bad_words, self._model.tokenizer, params.bad_words)
+            text_ahead = params.prediction
+            prediction = await self.encode(text_ahead, add_special_tokens=False) if text_ahead else []
             arrival_s = time.monotonic()
             client = await self._engine.get()
             if self._unsubmitted.pop(request_id):
@@ -209,6 +211,7 @@ class AsyncLLM:
                     session_id=session_id,
                     cache_salt=cache_salt,
                     bad_word_ids=words,
+                    prediction_token_ids=prediction,
                     pooling=pooling,
                 )
             )

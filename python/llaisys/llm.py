@@ -52,6 +52,7 @@ class _PreparedPrompt:
     ids: list[int]
     params: SamplingParams
     bad_word_ids: tuple[tuple[int, ...], ...]
+    prediction_token_ids: list[int]
     session_id: str
 
 
@@ -283,6 +284,7 @@ class LLM:
                 truncate_prompt(ids, each, self.max_model_len),
                 each,
                 tokenize_bad_words(self._model.tokenizer, each.bad_words),
+                self._model.tokenizer.encode(each.prediction or "", add_special_tokens=False),
                 session,
             )
             for (text, ids), each, session in zip(prompts, params, sessions, strict=True)
@@ -403,6 +405,7 @@ class _GenerateCall:
                     arrival_s=now_s,
                     deadline_s=now_s + self._timeout_s,
                     bad_word_ids=prompt.bad_word_ids,
+                    prediction_token_ids=prompt.prediction_token_ids,
                     session_id=prompt.session_id,
                 )
             )

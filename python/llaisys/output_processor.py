@@ -125,6 +125,8 @@ class OutputProcessor:
             logprobs=logprobs,
             finish_reason=None if reason is None else reason.value,
             stop_reason=stop if stop is not None else stop_reason,
+            num_accepted_prediction_tokens=output.num_accepted_prediction_tokens,
+            num_rejected_prediction_tokens=output.num_rejected_prediction_tokens,
         )
         return RequestOutput(
             output.request_id,
@@ -180,6 +182,8 @@ def append_delta(whole: RequestOutput, delta: RequestOutput) -> None:
         choice.cumulative_logprob = new.cumulative_logprob
         choice.finish_reason = new.finish_reason
         choice.stop_reason = new.stop_reason
+        for name in ("num_accepted_prediction_tokens", "num_rejected_prediction_tokens"):
+            setattr(choice, name, max(getattr(choice, name), getattr(new, name)))
     whole.finished = delta.finished
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)

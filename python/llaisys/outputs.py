@@ -31,7 +31,11 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a request, or a delta of it while streaming."""
+    """One completion of a request, or a delta of it while streaming.
+
+    `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: tokens of `SamplingParams.prediction`
+    that became output, and those that were verified in vain, so far.
+    """
 
     index: int
     text: str
@@ -40,6 +44,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_accepted_prediction_tokens: int = 0
+    num_rejected_prediction_tokens: int = 0
 
     def finished(self) -> bool:
         """Return True once `finish_reason` is set."""
@@ -50,13 +56,16 @@ class CompletionOutput:
 class CompletionUsage:
     """Token counts of a request, named as in OpenAI's `usage`: the prompt once, and all choices.
 
-    `cached_tokens`: prompt tokens whose KV came from the prefix cache.
+    `cached_tokens`: prompt tokens whose KV came from the prefix cache. `accepted_prediction_tokens`,
+    `rejected_prediction_tokens`: tokens of the prediction that became output, and those verified in vain.
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -82,4 +91,6 @@ class RequestOutput:
     def usage(self) -> CompletionUsage:
         """Token counts of this output. For a streamed delta, `completion_tokens` counts the delta alone."""
         n_prompt, n_new = len(self.prompt_token_ids), sum(len(each.token_ids) for each in self.outputs)
-        return CompletionUsage(n_prompt, n_new, n_prompt + n_new, self.num_cached_tokens)
+        accepted = sum(each.num_accepted_prediction_tokens for each in self.outputs)
+        rejected = sum(each.num_rejected_prediction_tokens for each in self.outputs)
+        return CompletionUsage(n_prompt, n_new, n_prompt + n_new, self.num_cached_tokens, accepted, rejected)

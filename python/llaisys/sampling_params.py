@@ -106,6 +106,8 @@ class SamplingParams:
       masked where its other tokens were just sampled.
     - If `allowed_token_ids`, `bad_words`, `min_tokens` or a grammar leave no token, the request ends with
       RejectedError.
+    - `prediction`: text that the completion probably repeats (OpenAI's `prediction`). It is verified several
+      tokens at a time and changes no token. Needs an engine with speculative decoding.
     - `truncate_prompt_tokens`: number of tokens to use from the end of the prompt. -1 uses as many as leave
       space in the context for `max_tokens`.
     """
@@ -134,6 +136,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):

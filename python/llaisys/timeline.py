@@ -49,6 +49,8 @@ class Timeline:
     spans: tuple[Span, ...]
     seconds: dict[SpanKind, float]
     is_over: bool
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def with_reader_lags(timeline: Timeline, lags: Sequence[tuple[float, float]]) -> Timeline:

@@ -61,13 +61,13 @@ class Watch:
         def request_recorded(client: EngineClient, request_id: str, index: int | None = None) -> None:
             request_cancel(client, request_id, index)
             if self.engine is not None:  # it is in the inbox, or already handled
-                self._requested_at.setdefault(request_id, self.engine._stats.num_steps)
+                self._requested_at.setdefault(request_id, self.engine.stats_recorder.num_steps)
 
         def cancel_recorded(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
             cancel(engine, request_id, index)
             assert all(each.request_id != request_id for each in engine.requests.running)
             assert engine.worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
-            n_steps = engine._stats.num_steps
+            n_steps = engine.stats_recorder.num_steps
             self.lag_steps[n_steps - self._requested_at.get(request_id, n_steps)] += 1
 
         def step_recorded(engine: LLMEngine, now_s: float) -> list[EngineOutput]:

@@ -187,3 +187,22 @@ def test_a_delta_of_another_choice_is_appended() -> None:
     append_delta(merged, processor.process(choice(0, ids("b"))))
     append_delta(merged, processor.process(choice(1, ids("c"))))
     assert [(a.index, a.text) for a in merged.outputs] == [(1, "ac"), (0, "b")]
+
+
+def test_counts_of_a_prediction_stay_at_their_last_values() -> None:
+    """An output without verified drafts has zeros; the merged completion keeps the newest counts."""
+    processor = opened()
+    whole = empty_output("r", None, [1, 2])
+    for accepted, rejected in ((2, 1), (0, 0), (5, 1)):
+        output = news(ids("ab"))
+        output.num_accepted_prediction_tokens, output.num_rejected_prediction_tokens = accepted, rejected
+        append_delta(whole, processor.process(output))
+    append_delta(whole, processor.process(news(ids("c"), FinishReason.LENGTH)))
+    assert (whole.usage.accepted_prediction_tokens, whole.usage.rejected_prediction_tokens) == (5, 1)
+
+
+def test_a_stop_string_cuts_an_output_of_several_tokens() -> None:
+    processor = opened(stop=["bc"])
+    delta = processor.process(news(ids("abcdef")))
+    assert (delta.outputs[0].text, delta.outputs[0].finish_reason) == ("a", "stop")
+    assert delta.outputs[0].token_ids == ids("abc")

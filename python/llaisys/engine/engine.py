@@ -93,7 +93,7 @@ class LLMEngine:
         self._round_robin = RoundRobinState()
         self._last_deadline_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
         self._num_submitted = self._num_choices = 0
-        self._stats = EngineStatsRecorder(time.perf_counter)
+        self.stats_recorder = EngineStatsRecorder(time.perf_counter)
         self._timelines = TimelineRecorder()
         self._now_s = float("-inf")
 
@@ -102,14 +102,9 @@ class LLMEngine:
         return self._timelines.timelines(request_id, now_s)
 
     @property
-    def stats_recorder(self) -> EngineStatsRecorder:
-        """The engine's counters."""
-        return self._stats
-
-    @property
     def longest_step_s(self) -> float:
         """Predicted seconds of a full step."""
-        return self._stats.speed.longest_s(self.limits.max_num_batched_tokens)
+        return self.stats_recorder.speed.longest_s(self.limits.max_num_batched_tokens)
 
     # --- submit and cancel ---
 
@@ -129,7 +124,7 @@ class LLMEngine:
             source, self._num_choices, seed, limit, window_cells=self._kv_cache.window_cells(source)
         )
         leader.pool = new_pool(source)
-        check_queue(leader, self.requests, self.limits, self._n_cells, self._stats.queued_prefill_s)
+        check_queue(leader, self.requests, self.limits, self._n_cells, self.stats_recorder.queued_prefill_s)
         session = self.sessions.get_or_create(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
@@ -199,23 +194,23 @@ class LLMEngine:
         requests.
         """
         outputs, self._pending = self._pending, []
-        self._stats.begin_step(now_s)
+        self.stats_recorder.begin_step(now_s)
         self._now_s = now_s
         plan = self._plan(now_s)
         outputs += self._prepare(plan, now_s)
         self._timelines.record_step(plan, self._open, len(self.requests.running), now_s)
         batch = self._batch(plan, outputs)
         if len(batch):
-            self._stats.end_phase("plan")
+            self.stats_recorder.end_phase("plan")
             result = self._executor.execute_model(batch, now_s)
-            self._stats.end_phase("execute")
+            self.stats_recorder.end_phase("execute")
             self._apply_result(batch, result, outputs)
-            self._stats.end_phase("settle")
+            self.stats_recorder.end_phase("settle")
         elif self.has_work() and not (outputs or plan.expire or plan.preempt or self._structured.is_waiting):
             outputs.append(self._fail_stuck(now_s))
         if not self._open:
-            self._stats.pause()
-        if not self._open or self._stats.num_steps % _STEPS_BETWEEN_CHECKS == 0:
+            self.stats_recorder.pause()
+        if not self._open or self.stats_recorder.num_steps % _STEPS_BETWEEN_CHECKS == 0:
             self.check()
         return outputs
 
@@ -224,7 +219,7 @@ class LLMEngine:
         return EngineStats(
             num_running=len(self.requests.running),
             num_queued=self.requests.num_queued,
-            queue_s=self._stats.queued_prefill_s(self.requests.waiting),
+            queue_s=self.stats_recorder.queued_prefill_s(self.requests.waiting),
             num_waiting=len(self.requests.waiting) + len(self.requests.parked),
             num_submitted=self._num_submitted,
             seq_ids_free=self.worker.n_seq_free,
@@ -232,7 +227,7 @@ class LLMEngine:
             kv_cells_session=self.sessions.n_pinned,
             num_sessions=len(self.sessions),
             waiting_by_reason=self.requests.waiting_by_reason(),
-            **self._stats.totals(),
+            **self.stats_recorder.totals(),
             **({} if self._speculator is None else self._speculator.totals()),
         )
 
@@ -265,7 +260,7 @@ class LLMEngine:
             drafts={ordinal: len(drafts) for ordinal, drafts in self._proposals.items()},
             prefix_cache=self._kv_cache.cache_to_plan,
             round_robin=self._round_robin,
-            speed=self._stats.speed,
+            speed=self.stats_recorder.speed,
             last_deadline_scan_s=self._last_deadline_scan_s,
             last_cleanup_s=self._last_cleanup_s,
         )
@@ -274,7 +269,7 @@ class LLMEngine:
         """Plan the next step. If cells are short, unpin sessions before preempting a request."""
         if self._speculator is not None:
             self._proposals = self._speculator.propose(
-                self.requests.running, self.limits.n_batch_slots, self._stats.last_decode
+                self.requests.running, self.limits.n_batch_slots, self.stats_recorder.last_decode
             )
         plan = self._scheduler.schedule(self._view(now_s))
         while plan.lacks_cells and self.sessions.unpin_least_recent():
@@ -309,7 +304,7 @@ class LLMEngine:
                     request, admission.n_cached, admission.source
                 )
         if self._kv_cache.caches_prefixes:
-            self._stats.num_evicted_cells += self._kv_cache.evict(plan.n_free_wanted)
+            self.stats_recorder.num_evicted_cells += self._kv_cache.evict(plan.n_free_wanted)
         # Sessions pin only now what expired requests computed: the plan counts these cells as evictable.
         for request, n_computed, stream in computed:
             self.sessions.update_from_request(request, n_computed, stream)
@@ -340,7 +335,7 @@ class LLMEngine:
         if request.num_cached is None:
             request.num_cached = request.num_computed
             request.queued_s = self._now_s - request.source.arrival_s
-            self._stats.record_admission(request.num_prompt, request.num_computed)
+            self.stats_recorder.record_admission(request.num_prompt, request.num_computed)
         return []
 
     def _preempt(self, request: Request) -> None:
@@ -348,7 +343,7 @@ class LLMEngine:
         self._kv_cache.free(request, is_valid=True)
         request.state = advance(request.state, Preemption())
         request.num_preempted += 1
-        self._stats.num_preempted += 1
+        self.stats_recorder.num_preempted += 1
         self.requests.requeue(request)
 
     def _batch(self, plan: SchedulerOutput, outputs: list[EngineOutput]) -> Batch:
@@ -376,7 +371,7 @@ class LLMEngine:
         if n_running or now_s - self._stuck_s < _STUCK_S:
             raise BrokenInvariant(f"{n_running} requests run, {len(waiting)} wait, and none can continue")
         self._stuck_s = now_s
-        self._stats.num_violations += 1
+        self.stats_recorder.num_violations += 1
         error = RequestFailedError("the engine found no KV cells for this request although nothing else runs")
         return self._finish(next(iter(waiting)), Failed(error))
 
@@ -384,7 +379,7 @@ class LLMEngine:
 
     def _apply_result(self, batch: Batch, result: StepResult, outputs: list[EngineOutput]) -> None:
         """Apply the result of a batch to its requests."""
-        step, stats = self._stats.num_steps, self._stats
+        step, stats = self.stats_recorder.num_steps, self.stats_recorder
         n_drafts = sum(map(len, batch.drafts.values()))
         stats.record_batch(sum(len(chunk.token_ids) for chunk in batch.chunks), len(batch.decode) + n_drafts)
         ids, logprobs = result.token_ids, result.logprobs
@@ -432,9 +427,13 @@ class LLMEngine:
             if event is not None:
                 n_kept = n_appended
                 break
+        n_drafts = len(batch.drafts_of(request))
         if self._speculator is not None:
-            self._speculator.record_accepted(request, len(batch.drafts_of(request)), n_kept - 1)
+            self._speculator.record_accepted(request, n_drafts, n_kept - 1)
+        self._timelines.record_drafts(request, n_drafts, n_kept - 1)
         output = _output(request, token_ids[:n_kept], entries and entries[:n_kept])
+        output.num_accepted_prediction_tokens = request.num_accepted_prediction_tokens
+        output.num_rejected_prediction_tokens = request.num_rejected_prediction_tokens
         outputs.append(output if event is None else self._finish(request, event, output))
         if event is None and error is not None:
             outputs.append(self._finish(request, Failed(error)))
@@ -485,7 +484,7 @@ class LLMEngine:
         if self._speculator is not None:
             self._speculator.finish(request)
         self._round_robin = self._round_robin.charge(request, request.num_output)
-        self._stats.record_finish(state.reason)
+        self.stats_recorder.record_finish(state.reason)
         self._timelines.record_end(request, self._now_s)
         output = last or EngineOutput(request.request_id, [], index=request.index)
         output.finish_reason, output.stop_reason, output.error = state.reason, state.stop_reason, state.error

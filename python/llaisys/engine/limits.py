@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llaisys.engine.request import EngineRequest
-from llaisys.errors import ContextLengthError, RejectedError
+from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.model_info import Pooling
 from llaisys.sampling_params import SamplingParams
 
@@ -40,6 +40,7 @@ class Limits:
     - `session_store`: the folder of saved sessions. With None they cannot be saved.
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.
+    - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
     """
@@ -68,6 +69,7 @@ class Limits:
     session_kv_share: float = 0.5
     session_store: Path | None = None
     n_clients: int = 1
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:
@@ -131,6 +133,11 @@ def token_limit(
                 param="prompt_logprobs",
             )
     _check_max("n", params.n, limits.max_num_seqs, "max_num_seqs")
+    if params.prediction and not limits.speculates:
+        raise UnsupportedError(
+            "this engine has no speculative decoding for a prediction; set speculative_config",
+            param="prediction",
+        )
     if limits.max_input_tokens is not None and len(prompt) > limits.max_input_tokens:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, max_input_tokens allows at most {limits.max_input_tokens}",

@@ -145,6 +145,7 @@ def size_engine(
         n_streams=config.num_kv_streams,
         kv_cell_bytes=cell_bytes,
         n_clients=n_clients,
+        speculates=config.speculative_config is not None,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     n_threads = config.num_threads or cpus.n

@@ -209,8 +209,8 @@ class Request:
       from arrival until then.
     - `prompt_logprobs`: those computed so far, from the second prompt token on; only in a leader.
     - `pool`: pooled hidden states of an embedding request; kept when it is preempted.
-    - `num_draft_tokens`, `num_accepted_tokens`: verified drafts, and those that became output.
-      `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: of those from its prediction.
+    - `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: verified drafts from its prediction
+      that became output, and the others.
     - `last_step`: the last step that computed a token of it. `pin`: its pinned path while it runs.
 
     Invariants: `num_computed < len(token_ids) <= token_limit` until it is finished; `num_computed` is 0
@@ -230,8 +230,6 @@ class Request:
     num_cached: int | None = None
     queued_s: float = 0.0
     num_preempted: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
     last_step: int = -1

@@ -25,13 +25,14 @@ NAMED_REQUESTS_MAX = 3
 class _Record:
     """The marks (start, kind, by) of one request in order of time. The last one is open."""
 
-    __slots__ = ("_counted_s", "arrival_s", "end_s", "marks", "seconds")
+    __slots__ = ("_counted_s", "arrival_s", "end_s", "marks", "n_accepted", "n_drafts", "seconds")
 
     def __init__(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
         self.arrival_s = now_s
         self.end_s: float | None = None
         self.marks = [(now_s, kind, by)]
         self.seconds: dict[SpanKind, float] = {}
+        self.n_drafts = self.n_accepted = 0
         self._counted_s = now_s  # `seconds` covers the time until here
 
     def add_mark(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
@@ -66,7 +67,8 @@ class _Record:
         open_kind = spans[-1].kind
         seconds = {**self.seconds, open_kind: self.seconds.get(open_kind, 0.0) + end_s - self._counted_s}
         kept = tuple(span for span in spans if span.end_s > span.start_s)
-        return Timeline(self.arrival_s, end_s, kept, seconds, self.end_s is not None)
+        is_over = self.end_s is not None
+        return Timeline(self.arrival_s, end_s, kept, seconds, is_over, self.n_drafts, self.n_accepted)
 
 
 class TimelineStore:
@@ -107,6 +109,12 @@ class TimelineStore:
         self._chunk_of = chunk_of
         for key, record in self._decoding.items():
             record.add_mark(now_s, *self._decode_mark(key))
+
+    def record_drafts(self, key: TimelineKey, n_drafts: int, n_accepted: int) -> None:
+        """Record drafts that a step verified. No effect for a request that is not open."""
+        if (record := self._open.get(key)) is not None:
+            record.n_drafts += n_drafts
+            record.n_accepted += n_accepted
 
     def end(self, key: TimelineKey, now_s: float) -> None:
         """End the request's timeline. No effect for a request that is not open."""
@@ -197,6 +205,10 @@ class TimelineRecorder:
         for ordinal in plan.without_cells:
             store.record(key_of(requests[ordinal]), now_s, SpanKind.KV_WAIT)
         store.record_largest_chunk(now_s, by)
+
+    def record_drafts(self, request: Request, n_drafts: int, n_accepted: int) -> None:
+        """Record drafts of a request that a step verified, and how many became output."""
+        self.store.record_drafts(key_of(request), n_drafts, n_accepted)
 
     def record_end(self, request: Request, now_s: float) -> None:
         """Record the end of a choice."""

@@ -98,10 +98,14 @@ class CompletionMeta:
 class Usage:
     """The `usage` object: tokens of all prompts and completions of one HTTP request.
 
-    Tokens of a cached prefix count as prompt tokens and as `cached_tokens`.
+    Tokens of a cached prefix count as prompt tokens and as `cached_tokens`. `has_prediction`: report how many
+    tokens of the prediction became output.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_prediction: bool = False) -> None:
+        self._has_prediction = has_prediction
+        # Accepted and rejected tokens of the prediction, by prompt and choice.
+        self._predicted: dict[tuple[int, int], tuple[int, int]] = {}
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self.completion_tokens = 0
@@ -116,6 +120,11 @@ class Usage:
         # Only the first delta of a prompt has this number.
         self._cached_tokens[index] = self._cached_tokens.get(index, 0) or delta.num_cached_tokens
         self.completion_tokens += sum(len(output.token_ids) for output in delta.outputs)
+        if self._has_prediction:
+            for output in delta.outputs:
+                new = (output.num_accepted_prediction_tokens, output.num_rejected_prediction_tokens)
+                key = index, output.index
+                self._predicted[key] = max(self._predicted.get(key, new), new, key=sum)
 
     @property
     def prompt_tokens(self) -> int:
@@ -129,12 +138,19 @@ class Usage:
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's object."""
-        return {
+        body: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self._has_prediction:
+            accepted, rejected = (sum(each) for each in zip((0, 0), *self._predicted.values(), strict=True))
+            body["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return body
 
 
 def chat_logprobs(

@@ -1,8 +1,8 @@
 """GET /metrics: vLLM's names, labels and buckets, so that its dashboards work, and `llaisys:...` metrics.
 
 Nothing is counted twice. Engine stats are read from AsyncLLM's snapshot at each scrape. Only rejections and
-HTTP responses are counted here, because the engine never sees them. vLLM's metrics of LoRA, speculative
-decoding, sleep and corrupted logits are absent, because LLAISYS does not have these features.
+HTTP responses are counted here, because the engine never sees them. vLLM's metrics of LoRA, sleep
+and corrupted logits are absent, because LLAISYS does not have these features.
 """
 
 from __future__ import annotations
@@ -108,7 +108,30 @@ COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
         lambda s: s.invariant_violations,
     ),
     ("llaisys:steps", "Steps of the engine.", lambda s: s.engine.num_steps),
+    (
+        "vllm:spec_decode_num_drafts",
+        "Drafts that a step verified, one per request and step.",
+        lambda s: s.engine.spec_decode_num_drafts,
+    ),
+    (
+        "vllm:spec_decode_num_draft_tokens",
+        "Draft tokens that a step verified.",
+        lambda s: s.engine.spec_decode_num_draft_tokens,
+    ),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Draft tokens that became output.",
+        lambda s: s.engine.spec_decode_num_accepted_tokens,
+    ),
 )
+
+
+def _accepted_by_position(stats: ServiceStats) -> dict[str, int]:
+    """Return the accepted draft tokens by their position in the draft, from 0."""
+    counts = stats.engine.spec_decode_num_accepted_tokens_per_pos
+    return {str(position): n for position, n in enumerate(counts)}
+
+
 # Metrics with one more label, and a number for each value of the label.
 BY_LABEL: tuple[tuple[type[_Family], str, str, str, Callable[[ServiceStats], Mapping[str, float]]], ...] = (
     (
@@ -124,6 +147,13 @@ BY_LABEL: tuple[tuple[type[_Family], str, str, str, Callable[[ServiceStats], Map
         "Requests that ended, by finish reason.",
         "finished_reason",
         _finished,
+    ),
+    (
+        CounterMetricFamily,
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens that became output, by position in the draft.",
+        "position",
+        _accepted_by_position,
     ),
     (GaugeMetricFamily, "llaisys:kv_cells", "KV cells (one token each), by state.", "state", _cells),
 )

@@ -85,7 +85,6 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "include_reasoning": (True,),
@@ -310,6 +309,24 @@ def _printable(name: str) -> str:
     return safe or "?"
 
 
+def prediction_text(prediction: Mapping[str, Any]) -> str:
+    """Return the text of OpenAI's `prediction`. Raises RejectedError naming the field."""
+    if prediction.get("type") != "content":
+        raise RejectedError("prediction.type must be 'content'", param="prediction.type")
+    if unknown := prediction.keys() - {"type", "content"}:
+        name = f"prediction.{min(unknown)}"
+        raise RejectedError(f"{name} is not a field of prediction", param=name)
+    content = prediction.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = []
+    for i, part in enumerate(parts):
+        name = f"prediction.content[{i}]" if isinstance(content, list) else "prediction.content"
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RejectedError(f"{name} must be a part of type 'text'", param=name)
+        texts.append(text_of(name, part.get("text")))
+    return "".join(texts)
+
+
 def sampling_params(
     request: GenerationRequest, defaults: Mapping[str, Any], max_tokens: int | None
 ) -> SamplingParams:
@@ -337,6 +354,8 @@ def sampling_params(
             if request.max_completion_tokens is not None:
                 values["max_tokens"] = request.max_completion_tokens
                 renamed["max_tokens"] = "max_completion_tokens"
+            if request.prediction is not None:
+                values["prediction"] = prediction_text(request.prediction)
         case CompletionRequest():
             values["logprobs"] = request.logprobs
             if request.echo and request.logprobs is not None:

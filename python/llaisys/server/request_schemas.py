@@ -172,6 +172,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Tools | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Object | None = None
 
 
 class CompletionRequest(GenerationRequest):

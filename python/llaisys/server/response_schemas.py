@@ -25,6 +25,13 @@ class PromptTokensDetails(_Schema):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Schema):
+    """Tokens of the request's `prediction` that became output, and those that were verified in vain."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageAnswer(_Schema):
     """Tokens of all prompts and choices of a request."""
 
@@ -32,6 +39,7 @@ class UsageAnswer(_Schema):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TokenCandidate(_Schema):

@@ -280,7 +280,7 @@ def test_invariants_are_checked_periodically_and_when_idle() -> None:
         made.engine.step(NOW)
     assert checked == [3]
     made.submit("b", prompt=[1], max_tokens=60)
-    made.engine._stats.num_steps = 1020
+    made.engine.stats_recorder.num_steps = 1020
     for _ in range(5):
         made.engine.step(NOW)
     assert checked == [3, 1024]

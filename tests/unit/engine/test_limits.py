@@ -8,7 +8,7 @@ import pytest
 
 from fakes.asks import ask, limits
 from llaisys.engine.limits import check_first_token, token_limit
-from llaisys.errors import ContextLengthError, RejectedError
+from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.sampling_params import SamplingParams
 
 
@@ -112,3 +112,12 @@ def test_settings_that_allow_no_first_token_are_rejected(changes: Any, words: An
         check_first_token(source)
     assert caught.value.param == "allowed_token_ids"
     assert all(name in str(caught.value) for name in {"bad_words", "min_tokens"} & changes.keys())
+
+
+def test_a_prediction_needs_speculative_decoding() -> None:
+    params = SamplingParams(max_tokens=4, prediction="The sea")
+    assert token_limit([1], params, limits(speculates=True)) == 5
+    assert token_limit([1], SamplingParams(max_tokens=4, prediction=""), limits()) == 5
+    with pytest.raises(UnsupportedError, match="set speculative_config") as caught:
+        token_limit([1], params, limits())
+    assert caught.value.param == "prediction"

@@ -304,6 +304,17 @@ def test_choices_have_their_own_timelines_and_a_restore_is_recorded() -> None:
     assert spans(made, ("a", 1))[0] == (0, 4, SpanKind.QUEUED, ("a",))
 
 
+def test_drafts_are_counted_until_the_end() -> None:
+    store = TimelineStore()
+    store.add("a", 1.0)
+    store.record_drafts("a", 4, 1)
+    store.record_drafts("a", 2, 2)
+    store.end("a", 2.0)
+    store.record_drafts("a", 5, 5)
+    timeline = timeline_of(store, "a", 3.0)
+    assert (timeline.num_draft_tokens, timeline.num_accepted_tokens) == (6, 3)
+
+
 def test_the_timeline_of_a_canceled_request_ends() -> None:
     made = Engine()
     made.submit("a")

@@ -185,6 +185,11 @@ SERVED: dict[str, dict[str, Case]] = {
             {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
             lambda c, _: "{0,15}" not in str(calls(c)),
         ),
+        "prediction": Case(
+            {"prediction": {"type": "content", "content": [{"type": "text", "text": t} for t in ("a", "b")]}},
+            lambda call, a: (call.params.prediction, a.json()["usage"]["completion_tokens_details"]),
+            ("ab", {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}),
+        ),
         # These are arguments of the template: `test_chat.py` checks their values.
         "add_generation_prompt": Case({"add_generation_prompt": False}, lambda _, a: a.status_code, 200),
         "continue_final_message": Case({"continue_final_message": True}, lambda _, a: a.status_code, 200),
@@ -273,6 +278,11 @@ async def test_an_unsupported_field_is_rejected(
         (CHAT, {"allowed_token_ids": []}, "allowed_token_ids"),
         (CHAT, {"allowed_token_ids": [-1]}, "allowed_token_ids"),
         (CHAT, {"bad_words": [""]}, "bad_words"),
+        (CHAT, {"prediction": {"content": "a"}}, "prediction.type"),
+        (CHAT, {"prediction": {"type": "content"}}, "prediction.content"),
+        (CHAT, {"prediction": {"type": "content", "content": 1}}, "prediction.content"),
+        (CHAT, {"prediction": {"type": "content", "content": ["a"]}}, "prediction.content[0]"),
+        (CHAT, {"prediction": {"type": "content", "content": "a", "more": 1}}, "prediction.more"),
         (CHAT, {"bad_words": ["x"] * 129}, "bad_words"),
         (CHAT, {"priority": 2**31}, "priority"),
         (CHAT, {"cache_salt": "x" * 257}, "cache_salt"),

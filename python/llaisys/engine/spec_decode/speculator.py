@@ -73,8 +73,6 @@ class Speculator:
         self._num_draft_tokens += n_drafts
         for position in range(n_accepted):
             self._accepted_per_pos[position] += 1
-        request.num_draft_tokens += n_drafts
-        request.num_accepted_tokens += n_accepted
         if request.ordinal in self._proposer.from_prediction:
             request.num_accepted_prediction_tokens += n_accepted
             request.num_rejected_prediction_tokens += n_drafts - n_accepted

@@ -127,7 +127,12 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
         return ChoiceDeltas(engine.output_parser(params, tools.names), only_first=tools.only_first)
 
     builder = ChatCompletionBuilder(
-        meta, options, prompt, parts, last_assistant_text(body.messages) if body.echo else ""
+        meta,
+        options,
+        prompt,
+        parts,
+        last_assistant_text(body.messages) if body.echo else "",
+        has_prediction=body.prediction is not None,
     )
     name = engine_id(client_id, meta.id)
     stream = engine.generate(prompt, params, name, **engine_kwargs)
@@ -164,6 +169,7 @@ class ChatCompletionBuilder:
     """Builds `chat.completion.chunk` objects, or one `chat.completion` from them.
 
     `parts`: returns a new ChoiceDeltas for a choice. `echo`: the text at the beginning of every choice.
+    `has_prediction`: the usage counts the tokens of a prediction.
     """
 
     def __init__(
@@ -173,9 +179,11 @@ class ChatCompletionBuilder:
         prompt: list[int],
         parts: Callable[[], ChoiceDeltas],
         echo: str = "",
+        *,
+        has_prediction: bool = False,
     ) -> None:
         self.meta = meta
-        self.usage = Usage()
+        self.usage = Usage(has_prediction=has_prediction)
         self.usage.set_prompt_tokens(0, len(prompt))
         self._chunk_builder = ChunkBuilder(meta, "chat.completion.chunk", self.usage, options.usage)
         self._options = options

@@ -48,6 +48,8 @@ class ChoiceTimeline(BaseModel):
     is_over: bool
     total_s: float
     seconds: dict[SpanKind, float]
+    num_draft_tokens: int
+    num_accepted_tokens: int
     spans: list[TimelineSpan]
 
 
@@ -95,6 +97,8 @@ async def show_timeline(request: Request, request_id: RequestName) -> RequestTim
                 is_over=timeline.is_over,
                 total_s=timeline.end_s - timeline.arrival_s,
                 seconds=timeline.seconds,
+                num_draft_tokens=timeline.num_draft_tokens,
+                num_accepted_tokens=timeline.num_accepted_tokens,
                 spans=[span(each, timeline) for each in timeline.spans],
             )
             for index, timeline in (await _timelines(entry)).items()
