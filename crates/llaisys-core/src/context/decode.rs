@@ -10,7 +10,7 @@ use crate::faults::fault_point;
 use crate::forward::decoder::ForwardRows;
 use crate::kv::{KvCache, KvRow, Reservation};
 use crate::progress::Progress;
-use crate::sample::{Logprobs, Outcome, RowFault};
+use crate::sample::{Logprobs, Outcome, RowFault, SampleAt};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -368,12 +368,12 @@ impl<'a> Step<'a> {
     }
 
     fn sample_row(&self, row: usize) -> SampleRow<'a> {
-        SampleRow {
-            seq: self.batch.row_seqs(row)[0],
-            n_before: self.batch.positions[row] as u32 + 1,
+        let at = SampleAt {
+            position: self.batch.positions[row] as u32 + 1,
             drafts: self.batch.drafts_up_to(row),
             mask: self.masks.and_then(|masks| masks[row]),
-        }
+        };
+        SampleRow { seq: self.batch.row_seqs(row)[0], at }
     }
 
     fn set_outcome(&mut self, out: usize, outcome: Outcome) {

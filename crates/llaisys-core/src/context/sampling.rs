@@ -4,7 +4,7 @@ use super::ContextConfig;
 use crate::batch::{Batch, BatchError, output};
 use crate::error::{DeviceError, Rejected, Result};
 use crate::faults::fault_point;
-use crate::sample::{Outcome, Sampler, Scratch, sample_after_drafts};
+use crate::sample::{Outcome, SampleAt, Sampler, Scratch, sample_after_drafts};
 use crate::seq::SeqId;
 use crate::tensor::AlignedBuf;
 use crate::threads::Pool;
@@ -53,14 +53,10 @@ pub(super) struct SamplerBank {
     vocab_size: usize,
 }
 
-/// One row to sample.
+/// One row to sample, with the sampler of `seq`.
 pub(super) struct SampleRow<'a> {
     pub(super) seq: SeqId,
-    /// Tokens before the sampled one.
-    pub(super) n_before: u32,
-    /// The last of these tokens that the sampler has not accepted.
-    pub(super) drafts: &'a [i32],
-    pub(super) mask: Option<&'a [u32]>,
+    pub(super) at: SampleAt<'a>,
 }
 
 struct Job<'a> {
@@ -102,8 +98,9 @@ impl SamplerBank {
 
     /// True if `row` needs only the id of its largest logit.
     pub(super) fn is_greedy(&self, row: &SampleRow<'_>) -> bool {
-        let sampler = self.by_slot[row.seq.slot() as usize].as_ref();
-        row.mask.is_none() && sampler.is_none_or(|sampler| sampler.is_greedy(row.n_before, row.drafts.len()))
+        let SampleRow { seq, at } = row;
+        let sampler = self.by_slot[seq.slot() as usize].as_ref();
+        at.mask.is_none() && sampler.is_none_or(|sampler| sampler.is_greedy(at.position, at.drafts.len()))
     }
 
     /// Returns the buffer for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
@@ -132,9 +129,7 @@ impl SamplerBank {
             for (scratch, jobs) in share {
                 for job in jobs.iter_mut() {
                     fault_point!(panic "sampler.row");
-                    let SampleRow { n_before, drafts, mask, .. } = *job.row;
-                    let outcome =
-                        sample_after_drafts(scratch, job.logits, job.sampler, drafts, n_before, mask);
+                    let outcome = sample_after_drafts(scratch, job.logits, job.sampler, job.row.at);
                     job.outcome = Some(outcome);
                 }
             }

@@ -6,5 +6,5 @@ pub mod philox;
 mod sampler;
 mod spec;
 
-pub use sampler::{Logprobs, Outcome, RowFault, Sampler, Scratch, sample, sample_after_drafts};
+pub use sampler::{Logprobs, Outcome, RowFault, SampleAt, Sampler, Scratch, sample, sample_after_drafts};
 pub use spec::SamplerSpec;

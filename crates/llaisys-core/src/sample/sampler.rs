@@ -233,18 +233,28 @@ pub fn sample(
     position: u32,
     mask: Option<&[u32]>,
 ) -> Outcome {
-    sample_after_drafts(scratch, logits, sampler, &[], position, mask)
+    sample_after_drafts(scratch, logits, sampler, SampleAt { position, drafts: &[], mask })
 }
 
-/// As [`sample`] for a completion that continues with `drafts`. The result is that of a sampler that has accepted them.
+/// Where one row is sampled in its sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct SampleAt<'a> {
+    /// The number of tokens before the sampled one, drafts included.
+    pub position: u32,
+    /// The last of these tokens, which the sampler has not accepted. They count as output.
+    pub drafts: &'a [i32],
+    /// One bit per id, set if the id is allowed.
+    pub mask: Option<&'a [u32]>,
+}
+
+/// As [`sample`] for a completion that continues with drafts. The result is that of a sampler that has accepted them.
 pub fn sample_after_drafts(
     scratch: &mut Scratch,
     logits: &mut [f32],
     sampler: Option<&Sampler>,
-    drafts: &[i32],
-    position: u32,
-    mask: Option<&[u32]>,
+    at: SampleAt<'_>,
 ) -> Outcome {
+    let SampleAt { position, drafts, mask } = at;
     let Some(mut best) = argmax_finite(logits) else {
         return Outcome::Fault(RowFault::NonFinite);
     };

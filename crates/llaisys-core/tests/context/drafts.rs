@@ -43,7 +43,7 @@ impl Completion {
 
 impl Request {
     fn random(random: &mut Random) -> Self {
-        let mut one_in = |n: u64| random.next_u64() % n == 0;
+        let mut one_in = |n: u64| random.next_u64().is_multiple_of(n);
         let greedy = one_in(2);
         let spec = SamplerSpec {
             temperature: if greedy { 0.0 } else { 0.8 },
@@ -57,12 +57,12 @@ impl Request {
             min_tokens: if one_in(2) { 9 } else { 0 },
             stop_ids: vec![5, 6, 7, 40, 41],
             seed: random.next_u64(),
-            top_logprobs: (random.next_u64() % 3 == 0).then_some(3),
+            top_logprobs: random.next_u64().is_multiple_of(3).then_some(3),
             ..SamplerSpec::default()
         };
         let n_prompt = 1 + random.next_u64() % 9;
         let prompt = (0..n_prompt).map(|_| (random.next_u64() % VOCAB as u64) as i32).collect();
-        Self { spec, prompt, is_masked: random.next_u64() % 3 == 0 }
+        Self { spec, prompt, is_masked: random.next_u64().is_multiple_of(3) }
     }
 
     /// The mask of the row after these tokens.
@@ -71,7 +71,7 @@ impl Request {
         let hash = tokens.fold(1_u64, |hash, &token| Random(hash ^ token as u64).next_u64());
         let mut random = Random(hash);
         let bits = [(); N_WORDS].map(|()| random.next_u64() as u32);
-        self.is_masked.then_some(if hash % 40 == 0 { [0; N_WORDS] } else { bits })
+        self.is_masked.then_some(if hash.is_multiple_of(40) { [0; N_WORDS] } else { bits })
     }
 }
 
@@ -191,7 +191,7 @@ fn drafts(random: &mut Random, want: &Completion, n_output: usize, one_wrong_in:
     let ids = want.ids();
     let n = (random.next_u64() % 7) as usize;
     let draft = |i: usize| match ids.get(n_output + i) {
-        Some(&id) if random.next_u64() % one_wrong_in > 0 => id,
+        Some(&id) if !random.next_u64().is_multiple_of(one_wrong_in) => id,
         _ => (random.next_u64() % VOCAB as u64) as i32,
     };
     (0..n.min(N_TOKENS - n_output - 1)).map(draft).collect()
