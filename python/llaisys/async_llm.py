@@ -190,8 +190,8 @@ class AsyncLLM:
             words: tuple[tuple[int, ...], ...] = ()
             if params.bad_words:
                 words = await asyncio.to_thread(tokenize_bad_words, self._model.tokenizer, params.bad_words)
-            text_ahead = params.prediction
-            prediction = await self.encode(text_ahead, add_special_tokens=False) if text_ahead else []
+            ahead = params.prediction
+            prediction = await self.encode(ahead, add_special_tokens=False) if ahead else []
             arrival_s = time.monotonic()
             client = await self._engine.get()
             if self._unsubmitted.pop(request_id):
@@ -414,14 +414,14 @@ class AsyncLLM:
 
     def _start_engine(self) -> EngineClient:
         """Start the engine; runs on a thread."""
-        info = self._model.info
         return start_engine(
             self._config,
-            info,
+            self._model.info,
             self._output_handler.deliver,
             exits=self._exits,
             grammar_compiler=self._grammar_compiler,
             n_clients=self._n_clients,
+            draft=self._model.draft,
         )
 
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:

@@ -105,7 +105,11 @@ class LLM:
         # engine.
         compiler = self._model.grammar_compiler()
         self._client = start_engine(
-            self._config, self._model.info, self._router.deliver, grammar_compiler=compiler
+            self._config,
+            self._model.info,
+            self._router.deliver,
+            grammar_compiler=compiler,
+            draft=self._model.draft,
         )
         self._grammar_trials = GrammarTrials(compiler.tokenizer)
         self._finalizer = weakref.finalize(self, _close, self._client, self._grammar_trials)

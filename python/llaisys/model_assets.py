@@ -28,6 +28,7 @@ class ModelAssets:
     - `sampling_defaults`: SamplingParams fields from `generation_config.json` or the list of embedded models.
     - `pooling`: the pooling type from the setting or the checkpoint. It may be unsupported, which
       `embedding_pooling` checks.
+    - `draft`: the second model of speculative decoding.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelAssets:
     template: ChatTemplate | None
     sampling_defaults: Mapping[str, Any]
     pooling: str = DEFAULT_POOLING
+    draft: ModelInfo | None = None
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -95,6 +97,15 @@ def load_model_assets(config: Config) -> ModelAssets:
         template=load_chat_template(info, config.chat_template),
         sampling_defaults=defaults,
         pooling=model_pooling(info) if config.pooling_type == "auto" else config.pooling_type,
+        draft=_draft(config),
     )
     model.tokenizer.warm_up()
     return model
+
+
+def _draft(config: Config) -> ModelInfo | None:
+    """Return the metadata of the draft model. Raises RejectedError or UnsupportedError."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.model is None:
+        return None
+    return inspect_model(resolve_model(speculation.model, None).path)

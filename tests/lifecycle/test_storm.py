@@ -168,7 +168,7 @@ def test_the_cells_of_a_canceled_request_are_free_one_step_later(n_steps: int) -
     """While another request runs: in the queue (0), during prefill (1 to 3), during decoding (from 4)."""
     config = Config(**{**SETTINGS, "max_num_batched_tokens": 16, "enable_prefix_caching": False})
     made = size_engine(config, inspect_model(FOLDER), 2**30, Cpus(1))
-    engine = build_engine(made.settings, made.limits, 0)
+    engine = build_engine(made, 0)
     for name, n_prompt in (("stays", 2), ("goes", 40)):
         prompt = (load_golden().prompts[0] * 40)[:n_prompt]
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

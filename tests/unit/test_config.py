@@ -200,10 +200,12 @@ def test_speculation_is_a_flag_an_environment_variable_and_a_yaml_mapping(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"method": "medusa"}, "'ngram' or 'suffix'"),
+        ({"method": "medusa"}, "'ngram', 'suffix' or 'draft_model'"),
         ({}, "method"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "less than or equal to 16"),
         ({"method": "ngram", "tokens": 1}, "tokens"),
+        ({"method": "draft_model"}, "model names the second model"),
+        ({"method": "suffix", "model": "smollm2"}, "of no other method"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "more than prompt_lookup_max"),
         ("suffix", "speculative_config"),
     ],

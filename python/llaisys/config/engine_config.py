@@ -208,8 +208,9 @@ class EngineConfig(BaseModel):
     speculative_config: SpeculativeConfig | None = Field(
         None,
         description="speculative decoding as JSON, as in vLLM: "
-        '{"method": "suffix"} or {"method": "ngram", "num_speculative_tokens": 8} (default: off); the '
-        "tokens are the same; set it for text that repeats its prompt or earlier outputs",
+        '{"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", '
+        '"model": "org/small"} (default: off); the tokens are the same; set it for text that repeats its '
+        "prompt or earlier outputs, or if a much smaller model has the same tokenizer",
     )
 
     # process

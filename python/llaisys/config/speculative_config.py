@@ -17,7 +17,9 @@ class SpeculativeConfig:
     """Speculative decoding with one method. The names and meanings are vLLM's.
 
     - `method`: `ngram` proposes what followed the newest tokens earlier in the request; `suffix` also uses
-      earlier outputs of the same client. `num_speculative_tokens`: drafts of a request per step.
+      earlier outputs of the same client; `draft_model` runs a second, smaller model with the same vocabulary.
+      `num_speculative_tokens`: drafts of a request per step.
+    - `draft_model`: `model` is the second model, in the forms of the setting `model`.
     - `ngram`: `prompt_lookup_min` and `prompt_lookup_max` are the lengths of a match.
     - `suffix`: a match is compared over `suffix_decoding_max_tree_depth` tokens;
       `suffix_decoding_max_cached_requests` earlier outputs are kept. There are up to
@@ -25,8 +27,9 @@ class SpeculativeConfig:
       at least `suffix_decoding_min_token_prob`.
     """
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: Annotated[int, Field(ge=1, le=DRAFTS_MAX)] = 8
+    model: str | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 3
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 8
     suffix_decoding_max_tree_depth: Annotated[int, Field(ge=4, le=256)] = 24
@@ -36,6 +39,8 @@ class SpeculativeConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if (self.model is None) == (self.method == "draft_model"):
+            raise ValueError("model names the second model of the method draft_model, and of no other method")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, more than prompt_lookup_max "

@@ -245,6 +245,8 @@ class LLMEngine:
         """Free the core. The caller ends open requests and session calls."""
         self.session_requests.close()
         self._structured.close()
+        if self._speculator is not None:
+            self._speculator.close()
         self._executor.close()
 
     # --- inside: before the batch ---

@@ -17,16 +17,16 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from llaisys.config import SpeculativeConfig
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.limits import Limits
-from llaisys.engine.memory import WorkerSettings
+from llaisys.engine.memory import EngineSizing, WorkerSettings
 from llaisys.engine.messages import Cancel, Shutdown, Submit, TimelineReply, TimelineRequest
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
+from llaisys.engine.spec_decode.draft_model import DraftModelProposer
 from llaisys.engine.spec_decode.speculator import make_speculator
 from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.engine.worker import open_worker
@@ -183,22 +183,25 @@ class EngineLoop:
 
 
 def build_engine(
-    settings: WorkerSettings,
-    limits: Limits,
-    seed: int,
-    grammar_compiler: GrammarCompiler | None = None,
-    speculation: SpeculativeConfig | None = None,
+    sizing: EngineSizing, seed: int, grammar_compiler: GrammarCompiler | None = None
 ) -> LLMEngine:
-    """Load the model and return its engine.
-
-    Call it on the engine thread, because the core belongs to the thread that created it. `seed`: default seed
-    of requests that do not set one. Raises RejectedError or UnsupportedError.
-    """
+    """Load the model. Call it on the engine thread, because the core belongs to the thread that created
+    it."""
+    settings = sizing.settings
     worker = open_worker(settings)
-    limits = limits.with_cells(worker.n_cells)
+    limits = sizing.limits.with_cells(worker.n_cells)
     log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
-    speculator = None if speculation is None else make_speculator(speculation, worker.decode_seconds)
+    speculator = None
+    if sizing.speculation is not None:
+        draft_model = None if sizing.draft_settings is None else _draft_model(sizing.draft_settings)
+        speculator = make_speculator(sizing.speculation, worker.decode_seconds, draft_model)
     return LLMEngine(Executor(worker), limits, seed, grammar_compiler, speculator)
+
+
+def _draft_model(settings: WorkerSettings) -> DraftModelProposer:
+    worker = open_worker(settings)
+    log.info("loaded the draft model %s: %s", settings.path, worker.describe())
+    return DraftModelProposer(worker, settings.n_batch, settings.max_model_len)
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:

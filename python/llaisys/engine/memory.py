@@ -6,7 +6,7 @@ model that cannot fit is rejected before it is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llaisys.config import EngineConfig, SpeculativeConfig
@@ -78,6 +78,8 @@ _AS_CONFIGURED = (
     "session_store",
 )
 _FLOAT_BYTES = 4
+# Sequences of a draft model: the most requests that get drafts in a step.
+DRAFT_SEQUENCES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class EngineSizing:
     limits: Limits
     summary: str
     speculation: SpeculativeConfig | None = None
+    draft_settings: WorkerSettings | None = None
 
 
 def size_engine(
@@ -98,9 +101,11 @@ def size_engine(
     *,
     gpu: GpuSettings | None = None,
     n_clients: int = 1,
+    draft: ModelInfo | None = None,
 ) -> EngineSizing:
     """Size an engine for a machine.
 
+    - `draft`: the second model of speculative decoding.
     - `memory_bytes`: available memory. `n_clients`: clients that share the engine.
     - `cpus`: the CPUs to compute on. The engine is bound to them unless more threads are configured.
 
@@ -116,13 +121,19 @@ def size_engine(
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
+    draft_cell_bytes = 0
+    if draft is not None:
+        _check_draft(draft, info)
+        draft_cell_bytes = draft.kv_bytes_per_cell[kv_dtype]
+        memory_bytes = max(0, memory_bytes - draft.packed_bytes["auto"])
     n_seqs = _n_seqs(config)
     configured, setting = _configured_cells(config, cell_bytes), "kv_cache_memory_bytes"
     if configured is not None:
         n_cells, setting = configured
         why = f"{setting} {getattr(config, setting)}"
     elif gpu is None:
-        n_cells, why = _cells_that_fit(config, info, memory_bytes, cell_bytes, n_seqs * requested_len)
+        all_bytes = cell_bytes + draft_cell_bytes
+        n_cells, why = _cells_that_fit(config, info, memory_bytes, all_bytes, n_seqs * requested_len)
     else:
         n_cells, why = requested_len * config.num_kv_streams, "as many as fit on the GPU"
     n_cells -= n_cells % config.num_kv_streams
@@ -168,7 +179,7 @@ def size_engine(
         gpu=gpu,
     )
     if gpu is None:
-        _check_fits(config, info, memory_bytes, n_cells * cell_bytes)
+        _check_fits(config, info, memory_bytes, n_cells * (cell_bytes + draft_cell_bytes))
     weights = _mib(_weight_bytes(config, info)) if gpu is None else f"on GPU {gpu.ordinal}"
     cells = f"{cell_bytes} B ({kv_dtype})"
     if settings.n_cells is not None:
@@ -180,7 +191,30 @@ def size_engine(
     )
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
-    return EngineSizing(settings, limits, summary, config.speculative_config)
+    draft_settings = None
+    if draft is not None:
+        draft_settings = replace(
+            settings,
+            path=Path(draft.path),
+            dtype="auto",
+            n_cells=n_cells,
+            n_seq_max=DRAFT_SEQUENCES,
+            max_model_len=min(limits.max_model_len, draft.max_position_embeddings),
+            n_streams=1,
+            n_ranks=1,
+            prune_argmax=False,
+        )
+        summary += f"; draft model {draft.path} with {n_cells} cells"
+    return EngineSizing(settings, limits, summary, config.speculative_config, draft_settings)
+
+
+def _check_draft(draft: ModelInfo, info: ModelInfo) -> None:
+    if draft.vocab_size != info.vocab_size:
+        raise RejectedError(
+            f"the draft model has a vocabulary of {draft.vocab_size}, the model one of {info.vocab_size}; "
+            "choose a draft model with the same tokenizer",
+            param="speculative_config",
+        )
 
 
 def _requested_len(config: EngineConfig, info: ModelInfo) -> int:

@@ -33,7 +33,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     - `log_level`: a numeric level of `logging`.
     - `grammar_tokenizer`: the model's tokenizer for structured outputs. Without it, requests with a grammar
       are rejected.
-    - `speculation`: the settings of speculative decoding; None turns it off.
+    - `speculation`: the settings of speculative decoding; None turns it off. `draft_settings`: its second
+      model.
     """
 
     version: str
@@ -45,6 +46,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_level: int
     grammar_tokenizer: GrammarTokenizer | None = None
     speculation: SpeculativeConfig | None = None
+    draft_settings: WorkerSettings | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

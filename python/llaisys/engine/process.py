@@ -111,6 +111,7 @@ class ProcessClient(EngineClient):
             log_level=logging.getLogger().getEffectiveLevel(),
             grammar_tokenizer=grammar_tokenizer,
             speculation=sizing.speculation,
+            draft_settings=sizing.draft_settings,
         )
         self._restarts = RestartLimit(clock)
         self._closing = threading.Event()

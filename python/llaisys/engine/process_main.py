@@ -23,6 +23,7 @@ from llaisys.config import package_version
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.loop import EngineListener, EngineLoop, build_engine
+from llaisys.engine.memory import EngineSizing
 from llaisys.engine.messages import (
     EngineEnded,
     FromEngine,
@@ -97,8 +98,9 @@ def _serve(channel: Channel) -> None:
     watchdog = EngineWatchdog(start.watchdog_window_s, exits=True)
 
     compiler = None if start.grammar_tokenizer is None else GrammarCompiler(start.grammar_tokenizer)
+    sizing = EngineSizing(start.settings, start.limits, "", start.speculation, start.draft_settings)
     loop = EngineLoop(
-        partial(build_engine, start.settings, start.limits, start.seed, compiler, start.speculation),
+        partial(build_engine, sizing, start.seed, compiler),
         EngineListener(on_step, send, send, on_end, time.monotonic),
         start.inbox_max,
         watchdog,

@@ -30,12 +30,13 @@ def start_engine(
     exits: bool = False,
     grammar_compiler: GrammarCompiler | None = None,
     n_clients: int = 1,
+    draft: ModelInfo | None = None,
 ) -> EngineClient:
     """Size an engine, load the model, and return when requests are accepted.
 
     - `exits`: after a stall, the watchdog ends this process if it is still running (for servers).
     - `grammar_compiler`: for structured outputs. Without it, requests with a grammar are rejected.
-    - `n_clients`: clients that share the engine.
+    - `n_clients`: clients that share the engine. `draft`: the second model of speculative decoding.
 
     With the device auto, the GPU `cuda_device` is used if it is usable and can run this model with these
     settings. Otherwise the CPU is used, and the log has the reason. Raises RejectedError or UnsupportedError
@@ -44,7 +45,7 @@ def start_engine(
     cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
     def start(gpu: GpuSettings | None) -> EngineClient:
-        sizing = size_engine(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
+        sizing = size_engine(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients, draft=draft)
         log.info("%s", sizing.summary)
         # Check stderr here, because the stderr of an engine process is a pipe to this process.
         settings = replace(sizing.settings, shows_progress=sys.stderr.isatty())
@@ -53,9 +54,7 @@ def start_engine(
         if config.engine_process:
             tokenizer = None if grammar_compiler is None else grammar_compiler.tokenizer
             return ProcessClient(sizing, config, deliver, grammar_tokenizer=tokenizer, watchdog=watchdog)
-        build = partial(
-            build_engine, sizing.settings, sizing.limits, config.seed, grammar_compiler, sizing.speculation
-        )
+        build = partial(build_engine, sizing, config.seed, grammar_compiler)
         return InprocClient(build, sizing.limits, deliver, watchdog=watchdog)
 
     if config.device == "cpu":

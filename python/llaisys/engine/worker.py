@@ -220,6 +220,33 @@ class Worker:
             log.warning("%s", output.graph_refusal)
         return _result(batch, output)
 
+    def open_greedy_sequence(self) -> int:
+        """Acquire a sequence id without a sampler: its rows sample the largest logit."""
+        return self._context.seq_acquire(0)
+
+    def trim_sequence(self, seq_id: int, n_tokens: int) -> None:
+        """Free the sequence's positions from `n_tokens` on."""
+        self._change(self._context.kv_seq_rm, seq_id, n_tokens, -1)
+
+    def decode_greedy(
+        self, tokens: list[int], positions: list[int], seq_ids: list[int], samples: list[bool]
+    ) -> list[int]:
+        """Decode rows of sequences without samplers; return the ids of rows that sample, in order.
+
+        Raises the core's errors, without side effects; RequestFailedError for a row that cannot be sampled.
+        """
+        output = self._context.decode(
+            np.array(tokens, np.int32),
+            np.array(positions, np.int32),
+            np.ones(len(tokens), np.int32),
+            np.array(seq_ids, np.int64),
+            np.array(samples, np.uint8) * np.uint8(_LOGITS),
+        )
+        if output.faults:
+            raise RequestFailedError(_FAULTS["non_finite"])
+        ids: list[int] = output.token_ids.tolist()
+        return ids
+
     def decode_seconds(self, n_rows: int) -> float:
         """Decode `n_rows` tokens of a temporary sequence, all with logits, and return the seconds."""
         seq_id = self._context.seq_acquire(0)

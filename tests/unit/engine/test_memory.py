@@ -190,3 +190,17 @@ def test_speculation_is_sized_on_the_cpu_and_rejected_on_a_gpu() -> None:
     with pytest.raises(UnsupportedError, match="device cpu") as error:
         size_engine(config, info, 100 * MIB, Cpus(2), gpu=gpu)
     assert error.value.param == "speculative_config"
+
+
+def test_a_draft_model_takes_memory_and_needs_the_same_vocabulary() -> None:
+    config = Config(speculative_config=SpeculativeConfig(method="draft_model", model="fake"))
+    info = inspect_model(Path("fake"))
+    alone = size_engine(Config(), info, WORKSPACE + 4000 + 5 * 1000 * 4, Cpus(2))
+    made = size_engine(config, info, WORKSPACE + 4000 + 4000 + 5 * 1000 * 8, Cpus(2), draft=info)
+    assert made.draft_settings is not None
+    assert made.draft_settings.n_cells == made.limits.n_cells == alone.limits.n_cells
+    assert "draft model fake" in made.summary
+    assert alone.draft_settings is None
+    with pytest.raises(RejectedError, match="same tokenizer") as error:
+        size_engine(config, info, 100 * MIB, Cpus(2), draft=replace(info, vocab_size=299))
+    assert error.value.param == "speculative_config"

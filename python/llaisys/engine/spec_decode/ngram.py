@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llaisys.engine.request import Request
+from llaisys.engine.spec_decode.proposer import HostProposer
 from llaisys.engine.spec_decode.token_index import Match, TokenIndex, continuation, longest, ngram_before
 
 
@@ -41,7 +42,7 @@ def matches_in(index: TokenIndex, newest: Sequence[int], key: bytes) -> list[Mat
     return [Match(tokens, at) for at in positions if tokens is not newest or at < len(tokens)]
 
 
-class NgramProposer:
+class NgramProposer(HostProposer):
     """Proposes from the request's own tokens. `min_n`, `max_n`: lengths of a match, in tokens; the longest
     and then the newest match is used."""
 

@@ -115,10 +115,11 @@ class DraftPlanner:
         """Drop the estimate of a request that has ended."""
         self._of_request.pop(ordinal, None)
 
-    def plan(self, n_rows: int, proposed: dict[int, int]) -> dict[int, int]:
+    def plan(self, n_rows: int, proposed: dict[int, int], seconds_per_draft: float = 0.0) -> dict[int, int]:
         """Return the number of drafts of each request, by ordinal, without those that get none.
 
-        `n_rows`: decoding requests in the step. `proposed`: the number of proposed drafts by ordinal.
+        - `n_rows`: decoding requests in the step. `proposed`: the number of proposed drafts by ordinal.
+        - `seconds_per_draft`: seconds to propose one more draft for all requests.
         """
         if not proposed or not 1 <= n_rows < ROWS_MAX:
             return {}
@@ -127,10 +128,12 @@ class DraftPlanner:
         ]
         gains.sort(key=lambda each: -each[0])
         best_rate, n_best = _MARGIN * n_rows / self.curve.seconds(n_rows), 0
-        n_tokens = float(n_rows)
-        for n_drafts, (gain, _) in enumerate(gains[: ROWS_MAX - n_rows], start=1):
+        n_tokens, depths = float(n_rows), dict.fromkeys(proposed, 0)
+        for n_drafts, (gain, ordinal) in enumerate(gains[: ROWS_MAX - n_rows], start=1):
             n_tokens += gain
-            rate = n_tokens / self.curve.seconds(n_rows + n_drafts)
+            depths[ordinal] += 1
+            seconds = self.curve.seconds(n_rows + n_drafts) + seconds_per_draft * max(depths.values())
+            rate = n_tokens / seconds
             if rate > best_rate:
                 best_rate, n_best = rate, n_drafts
         planned: dict[int, int] = {}

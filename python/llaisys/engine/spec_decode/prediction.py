@@ -61,6 +61,15 @@ class PredictionProposer:
             drafts[i] = tokens
         return drafts
 
+    @property
+    def seconds_per_draft(self) -> float:
+        """The seconds of the other proposer; a prediction takes none."""
+        return self._other.seconds_per_draft
+
+    def close(self) -> None:
+        """Free what the other proposer holds; idempotent."""
+        self._other.close()
+
     def finish(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
         self._open.pop(request.ordinal, None)

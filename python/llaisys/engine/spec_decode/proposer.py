@@ -11,6 +11,11 @@ from llaisys.engine.request import Request
 class Proposer(Protocol):
     """Proposes the next tokens of decoding requests. Called once per step for all of them."""
 
+    @property
+    def seconds_per_draft(self) -> float:
+        """Seconds that one more draft of all requests takes to propose; 0 if it hardly takes any."""
+        ...
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
         """Return up to `budgets[i]` draft tokens for each request, which continue its `token_ids`."""
         ...
@@ -18,3 +23,16 @@ class Proposer(Protocol):
     def finish(self, request: Request) -> None:
         """Drop the state of a request that has ended; no effect for an unknown one."""
         ...
+
+    def close(self) -> None:
+        """Free what the proposer holds; idempotent."""
+        ...
+
+
+class HostProposer:
+    """A proposer that computes on the host: its drafts take microseconds, and it holds no resources."""
+
+    seconds_per_draft = 0.0
+
+    def close(self) -> None:
+        """Do nothing."""

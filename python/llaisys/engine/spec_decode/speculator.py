@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 # Rows of the decodes that measure the cost curve at start, most important first, and their total seconds.
 _MEASURED_ROWS = (1, 8, 4, 2, 16)
 _MEASURE_S = 0.5
+# Steps without drafts after which a proposer that takes time is tried again.
+_STEPS_BETWEEN_PROBES = 32
 
 
 class Speculator:
@@ -38,6 +40,7 @@ class Speculator:
         self._proposed: dict[int, tuple[int, list[int]]] = {}
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted_per_pos = [0] * max_drafts
+        self._n_steps_without = 0
 
     def propose(
         self, running: Sequence[Request], n_slots: int, last_step: DecodeStep | None
@@ -59,6 +62,8 @@ class Speculator:
                 requests.append(request)
                 budgets.append(budget)
         self._proposed.clear()
+        if self._proposer.seconds_per_draft:
+            budgets = self._affordable(len(running), requests, budgets)
         proposed = {}
         for request, tokens in zip(requests, self._proposer.propose(requests, budgets), strict=True):
             if drafts := _before_stop(tokens, request.stop_ids):
@@ -66,6 +71,22 @@ class Speculator:
                 self._proposed[request.ordinal] = (len(request.token_ids), drafts)
         planned = self._planner.plan(len(running), {ordinal: len(each) for ordinal, each in proposed.items()})
         return {ordinal: proposed[ordinal][:n] for ordinal, n in planned.items()}
+
+    def close(self) -> None:
+        """Free the proposer; idempotent."""
+        self._proposer.close()
+
+    def _affordable(self, n_rows: int, requests: Sequence[Request], budgets: Sequence[int]) -> list[int]:
+        """Return the budgets of a proposer that takes time, planned before it drafts.
+
+        If no draft pays, one request gets one every `_STEPS_BETWEEN_PROBES` steps, to notice a change.
+        """
+        wanted = {request.ordinal: n for request, n in zip(requests, budgets, strict=True)}
+        planned = self._planner.plan(n_rows, wanted, self._proposer.seconds_per_draft)
+        self._n_steps_without = 0 if planned else self._n_steps_without + 1
+        if requests and self._n_steps_without >= _STEPS_BETWEEN_PROBES:
+            planned, self._n_steps_without = {requests[0].ordinal: 1}, 0
+        return [planned.get(request.ordinal, 0) for request in requests]
 
     def record_accepted(self, request: Request, n_drafts: int, n_accepted: int) -> None:
         """Record the drafts of a request that a step verified, and how many of them became output."""
@@ -99,10 +120,19 @@ class Speculator:
             self._planner.observe_drafts(request.ordinal, drafts, request.token_ids[n_before:])
 
 
-def make_speculator(config: SpeculativeConfig, decode_seconds: Callable[[int], float]) -> Speculator:
-    """Build the speculator of an engine. `decode_seconds(n)`: decode `n` rows and return the seconds."""
+def make_speculator(
+    config: SpeculativeConfig,
+    decode_seconds: Callable[[int], float],
+    draft_model: Proposer | None = None,
+) -> Speculator:
+    """Build the speculator of an engine.
+
+    `decode_seconds(n)`: decode `n` rows and return the seconds. `draft_model`: for the method of this name.
+    """
     proposer: Proposer
-    if config.method == "ngram":
+    if draft_model is not None:
+        proposer = draft_model
+    elif config.method == "ngram":
         proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     else:
         proposer = SuffixProposer(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from llaisys.engine.request import Request
 from llaisys.engine.spec_decode.ngram import OwnTokens, matches_in
+from llaisys.engine.spec_decode.proposer import HostProposer
 from llaisys.engine.spec_decode.token_index import (
     OCCURRENCES_MAX,
     Match,
@@ -88,7 +89,7 @@ class EarlierOutputs:
                 self._after.pop(key, None)
 
 
-class SuffixProposer:
+class SuffixProposer(HostProposer):
     """Proposes from the request's own tokens and from earlier outputs with the same cache salt.
 
     - `max_depth`: tokens that a match is compared over. `max_outputs`: earlier outputs that are kept.

@@ -35,9 +35,10 @@ class TokenIndex:
         """Append tokens."""
         n, begin = self.n, max(len(self.tokens) + 1, self.n)
         self.tokens += tokens
-        raw, after = self.tokens.tobytes(), self._after
+        raw, after = self.tokens[begin - n :].tobytes(), self._after
         for end in range(begin, len(self.tokens) + 1):
-            positions = after.setdefault(raw[(end - n) * _ITEM_BYTES : end * _ITEM_BYTES], [])
+            at = (end - begin) * _ITEM_BYTES
+            positions = after.setdefault(raw[at : at + n * _ITEM_BYTES], [])
             positions.append(end)
             if len(positions) > OCCURRENCES_MAX:
                 del positions[0]

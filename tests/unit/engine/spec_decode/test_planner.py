@@ -52,6 +52,15 @@ def test_a_step_without_gain_in_the_middle_is_crossed() -> None:
     assert made.plan(1, {1: 15}) == {1: 15}
 
 
+def test_drafts_that_take_time_to_propose_must_pay_for_it() -> None:
+    made = planner(FLAT, {1: (0.9, 0.9)})
+    assert made.plan(1, {1: 4}, seconds_per_draft=0.1) == {1: 4}
+    assert made.plan(1, {1: 4}, seconds_per_draft=2.0) == {}
+    both = planner(FLAT, {1: (0.6, 0.9), 2: (0.6, 0.9)})
+    assert both.plan(2, {1: 1, 2: 1}, seconds_per_draft=0.4) == {1: 1, 2: 1}, "one decode drafts for both"
+    assert both.plan(1, {1: 1}, seconds_per_draft=0.6) == {}
+
+
 def test_no_drafts_without_proposals_and_at_many_requests() -> None:
     made = planner(FLAT, {})
     assert made.plan(1, {}) == {}

@@ -10,6 +10,7 @@ from fakes.asks import ask
 from llaisys.config import SpeculativeConfig
 from llaisys.engine.request import Request
 from llaisys.engine.spec_decode.planner import ROWS_MAX, CostCurve, DraftPlanner
+from llaisys.engine.spec_decode.proposer import HostProposer
 from llaisys.engine.spec_decode.speculator import Speculator, make_speculator
 from llaisys.engine.step_speed import DecodeStep
 
@@ -24,7 +25,7 @@ def decoding(ordinal: int, *, limit: int = 1000, **changes: object) -> Request:
     return made
 
 
-class Rounds:
+class Rounds(HostProposer):
     """Proposes the next tokens of periodic text."""
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
@@ -117,3 +118,29 @@ def test_start_measures_decodes_within_its_time(method: str) -> None:
     text.token_ids.extend([*PERIOD] * 3)
     text.num_computed = len(text.token_ids) - 1
     assert made.propose([text], 8, None)
+
+
+class Slow(Rounds):
+    """A proposer that takes half of a step for each draft, and records its budgets."""
+
+    seconds_per_draft = 0.5
+
+    def __init__(self) -> None:
+        self.budgets: list[list[int]] = []
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
+        self.budgets.append([*budgets])
+        return super().propose(requests, budgets)
+
+
+def test_a_slow_proposer_drafts_only_what_pays_and_is_tried_again() -> None:
+    proposer = Slow()
+    made = Speculator(proposer, DraftPlanner(CostCurve({1: 1.0})), 4)
+    request = decoding(1)
+    made._planner.acceptance(1).first = 0.1
+    for _ in range(100):
+        made.propose([request], 8, None)
+    assert sum(map(sum, proposer.budgets)) == 3, "once in 32 steps"
+    made._planner.acceptance(1).first = 1.0
+    made.propose([request], 8, None)
+    assert proposer.budgets[-1][0] > 0
