@@ -130,6 +130,8 @@ CASES: dict[str, dict[str, list[dict[str, Any]]]] = {
                 "n": 2,
             },
         ],
+        # A text needs speculative decoding, which this server does not have.
+        "prediction": [{"prediction": {"type": "content", "content": ""}}],
         "parallel_tool_calls": [
             {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
         ],

@@ -52,6 +52,9 @@ class ScriptedSpeculator:
     def finish(self, request: Request) -> None:
         """Do nothing: the requests hold no state."""
 
+    def close(self) -> None:
+        """Do nothing."""
+
     def totals(self) -> dict[str, Any]:
         """Return no totals."""
         return {}
