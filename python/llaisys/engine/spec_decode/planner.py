@@ -32,7 +32,7 @@ class CostCurve:
 
     def observe(self, n_rows: int, seconds: float) -> None:
         """Record a step. The others follow slowly, since the machine and the contexts change for all."""
-        if not 1 <= n_rows <= ROWS_MAX:
+        if not 1 <= n_rows <= ROWS_MAX or seconds <= 0:
             return
         ratio = min(seconds / self._monotone[n_rows - 1], _OUTLIER)
         observed = ratio * self._monotone[n_rows - 1]

@@ -4,6 +4,7 @@ only."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class Speculator:
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted_per_pos = [0] * max_drafts
         self._n_steps_without = 0
+        self._proposing_s = 0.0
 
     def propose(
         self, running: Sequence[Request], n_slots: int, last_step: DecodeStep | None
@@ -50,7 +52,9 @@ class Speculator:
         `n_slots`: requests in one step. `last_step`: the previous step, if it computed only decode rows.
         """
         if last_step is not None:
-            self._planner.curve.observe(last_step.n_rows, last_step.seconds)
+            # The time of a draft model is planned apart.
+            self._planner.curve.observe(last_step.n_rows, last_step.seconds - self._proposing_s)
+        self._proposing_s = 0.0
         if not running or len(running) >= ROWS_MAX or len(running) > n_slots:
             self._proposed.clear()
             return {}
@@ -62,10 +66,14 @@ class Speculator:
                 requests.append(request)
                 budgets.append(budget)
         self._proposed.clear()
+        begin_s = time.perf_counter()
         if self._proposer.seconds_per_draft:
             budgets = self._affordable(len(running), requests, budgets)
+        tokens_of_requests = self._proposer.propose(requests, budgets)
+        if self._proposer.seconds_per_draft:
+            self._proposing_s = time.perf_counter() - begin_s
         proposed = {}
-        for request, tokens in zip(requests, self._proposer.propose(requests, budgets), strict=True):
+        for request, tokens in zip(requests, tokens_of_requests, strict=True):
             if drafts := _before_stop(tokens, request.stop_ids):
                 proposed[request.ordinal] = drafts
                 self._proposed[request.ordinal] = (len(request.token_ids), drafts)

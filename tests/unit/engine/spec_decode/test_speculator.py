@@ -144,3 +144,12 @@ def test_a_slow_proposer_drafts_only_what_pays_and_is_tried_again() -> None:
     made._planner.acceptance(1).first = 1.0
     made.propose([request], 8, None)
     assert proposer.budgets[-1][0] > 0
+
+
+def test_the_time_of_a_draft_model_is_no_cost_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(100))
+    monkeypatch.setattr("llaisys.engine.spec_decode.speculator.time.perf_counter", lambda: next(times) * 0.25)
+    made = Speculator(Slow(), DraftPlanner(CostCurve({1: 1.0})), 4)
+    for _ in range(20):
+        made.propose([decoding(1)], 8, DecodeStep(1, 1.25))  # a quarter of a second for drafts
+    assert made._planner.curve.seconds(1) == pytest.approx(1.0, rel=0.05)
