@@ -59,6 +59,8 @@ class Match:
         """Return the number of tokens, up to `most`, before the position that equal the end of `newest`."""
         tokens, position = self.tokens, self.position
         most = min(most, position, len(newest))
+        if tokens[position - most : position] == newest[len(newest) - most :]:
+            return most
         for n in range(most):
             if tokens[position - 1 - n] != newest[-1 - n]:
                 return n
@@ -78,6 +80,9 @@ def continuation(matches: Sequence[Match], own: Sequence[int], n_tokens: int, mi
     It ends where the share of all matches that it follows is below `min_prob`. A match in `own`, the
     request's own tokens, continues with the drafts at their end, so that periodic text is continued.
     """
+    following = [match.tokens[match.position : match.position + n_tokens] for match in matches]
+    if following and len(following[0]) == n_tokens and all(each == following[0] for each in following):
+        return list(following[0])  # all matches agree
     drafts: list[int] = []
     followed = [(match.tokens, match.position) for match in matches]
     n_min = min_prob * len(followed)
