@@ -172,7 +172,7 @@ describe("figures of an answer", () => {
   it("count the rate from the first token on", () => {
     const message = {
       id: "a", parent: null, role: "assistant", content: "", createdMs: 0,
-      usage: { promptTokens: 9, cachedTokens: 4, completionTokens: 21 },
+      usage: { promptTokens: 9, cachedTokens: 4, completionTokens: 21, draftTokens: 8, acceptedTokens: 5 },
       timing: { firstTokenMs: 500, totalMs: 2500 },
     } as const; // prettier-ignore
     expect(figures(message)).toEqual({
@@ -181,8 +181,11 @@ describe("figures of an answer", () => {
       completion: 21,
       firstTokenS: 0.5,
       tokensPerS: 10,
+      drafts: 8,
+      accepted: 5,
     });
-    expect(figures({ ...message, usage: undefined, timing: undefined }).tokensPerS).toBeNull();
+    const bare = figures({ ...message, usage: undefined, timing: undefined });
+    expect([bare.tokensPerS, bare.drafts]).toEqual([null, 0]);
   });
 });
 

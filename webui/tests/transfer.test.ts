@@ -25,7 +25,7 @@ const messages: Message[] = [
     reasoning: "hm",
     createdMs: 3,
     end: "length",
-    usage: { promptTokens: 3, cachedTokens: 1, completionTokens: 2 },
+    usage: { promptTokens: 3, cachedTokens: 1, completionTokens: 2, draftTokens: 4, acceptedTokens: 1 },
     timing: { firstTokenMs: 5, totalMs: 9 },
     toolCalls: [{ id: "t", name: "f", arguments: "{}" }],
   },

@@ -3,6 +3,9 @@
 import { events } from "./sse";
 import type { Failure, Usage } from "./types";
 
+/** A completion waits at most this long for its number of drafts. */
+const DRAFTS_MS = 2000;
+
 /** An answer that is not a 200, or an error frame inside a stream. `status` 0: there was no answer at all. */
 export class ApiError extends Error {
   constructor(
@@ -40,7 +43,8 @@ export type Piece =
   | { kind: "reasoning"; text: string }
   | { kind: "tool"; tool: ToolPiece }
   | { kind: "finish"; reason: string }
-  | { kind: "usage"; usage: Usage };
+  | { kind: "usage"; usage: Usage }
+  | { kind: "id"; id: string };
 
 /** The served models; the first is the default. Throws ApiError. */
 export async function listModels(key: string): Promise<Model[]> {
@@ -74,10 +78,14 @@ export async function* streamChat(
     body: JSON.stringify(streamed),
     signal,
   });
+  let named = false;
   try {
     for await (const data of events(answer.body!)) {
       if (data === "[DONE]") return;
-      yield* pieces(JSON.parse(data) as Chunk, answer.status);
+      const chunk = JSON.parse(data) as Chunk;
+      if (chunk.id && !named) yield { kind: "id", id: chunk.id };
+      named ||= Boolean(chunk.id);
+      yield* pieces(chunk, answer.status);
     }
   } catch (error) {
     if (error instanceof ApiError || signal.aborted) throw error;
@@ -86,6 +94,7 @@ export async function* streamChat(
 }
 
 interface Chunk {
+  id?: string;
   error?: { message: string; code?: string };
   choices?: {
     delta?: {
@@ -126,6 +135,25 @@ function* pieces(chunk: Chunk, status: number): Generator<Piece> {
     yield { kind: "usage", usage };
   }
   if (choice?.finish_reason) yield { kind: "finish", reason: choice.finish_reason };
+}
+
+/** The drafts of a completion (speculative decoding); null without any, or if the server does not know them. */
+export async function fetchDrafts(
+  id: string,
+  key: string,
+): Promise<{ draftTokens: number; acceptedTokens: number } | null> {
+  try {
+    const signal = AbortSignal.timeout(DRAFTS_MS);
+    const answer = await call(`/v1/requests/${encodeURIComponent(id)}/timeline`, key, { signal });
+    const timeline = (await answer.json()) as {
+      choices: { num_draft_tokens?: number; num_accepted_tokens?: number }[];
+    };
+    const { num_draft_tokens: draftTokens = 0, num_accepted_tokens: acceptedTokens = 0 } =
+      timeline.choices[0] ?? {};
+    return draftTokens > 0 ? { draftTokens, acceptedTokens } : null;
+  } catch {
+    return null;
+  }
 }
 
 /** One HTTP exchange with the key, if there is one. Throws ApiError unless the status is a 2xx. */

@@ -7,6 +7,9 @@ export interface Figures {
   completion: number | null;
   firstTokenS: number | null;
   tokensPerS: number | null;
+  /** Draft tokens and accepted ones; 0 without speculative decoding. */
+  drafts: number;
+  accepted: number;
 }
 
 /** Tokens a second are those after the first, over the time after the first: how fast one reads them appear. */
@@ -20,5 +23,7 @@ export function figures(message: Message): Figures {
     completion: usage?.completionTokens ?? null,
     firstTokenS: timing ? timing.firstTokenMs / 1000 : null,
     tokensPerS: rest > 0 && restS > 0 ? rest / restS : null,
+    drafts: usage?.draftTokens ?? 0,
+    accepted: usage?.acceptedTokens ?? 0,
   };
 }

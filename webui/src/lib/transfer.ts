@@ -138,7 +138,8 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   if (ENDS.includes(text(value.end))) message.end = value.end as End;
   if (Array.isArray(value.toolCalls)) message.toolCalls = value.toolCalls.filter(isObject).map(toolCallOf);
   const usage = numbersOf(value.usage, ["promptTokens", "cachedTokens", "completionTokens"] as const);
-  if (usage) message.usage = usage;
+  if (usage)
+    message.usage = { ...usage, ...numbersOf(value.usage, ["draftTokens", "acceptedTokens"] as const) };
   const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
   if (timing) message.timing = timing;
   return message;

@@ -10,6 +10,9 @@ export interface Usage {
   /** Of the prompt tokens: those whose keys and values the server had already. */
   cachedTokens: number;
   completionTokens: number;
+  /** Draft tokens that the server verified (speculative decoding), and those that became output. */
+  draftTokens?: number;
+  acceptedTokens?: number;
 }
 
 export interface Timing {

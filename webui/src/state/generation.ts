@@ -1,6 +1,6 @@
 // One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
 
-import { ApiError, streamChat, type ToolPiece } from "../lib/api";
+import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
 import type { End, Failure, Message, ToolCall, Usage } from "../lib/types";
 import { batched } from "./frames";
 
@@ -22,7 +22,9 @@ export class Generation {
   #reasoning: string;
   #tools: ToolCall[];
   #usage: Usage | undefined;
+  #id = "";
   #firstMs: number | null = null;
+  #endMs: number | null = null;
   #end: End = "running";
   #failure: Failure | undefined;
 
@@ -65,6 +67,9 @@ export class Generation {
           case "usage":
             this.#usage = piece.usage;
             break;
+          case "id":
+            this.#id = piece.id;
+            continue;
           case "finish":
             this.#end = endOf(piece.reason);
         }
@@ -75,6 +80,8 @@ export class Generation {
           save();
         }
       }
+      this.#endMs = performance.now();
+      if (this.#usage && this.#id) this.#usage = { ...this.#usage, ...(await fetchDrafts(this.#id, key)) };
       if (this.#end === "running") this.#end = "stop";
     } catch (error) {
       if (!this.#control.signal.aborted) {
@@ -97,7 +104,7 @@ export class Generation {
   }
 
   #fields(): Partial<Message> {
-    const nowMs = performance.now();
+    const nowMs = this.#endMs ?? performance.now();
     const timing =
       this.#firstMs === null
         ? undefined

@@ -52,6 +52,8 @@ export const en = {
   usage_first: "first after {s} s",
   usage_first_long: "Time to the first token",
   usage_rate: "{r} tokens/s",
+  usage_drafts: "{a} of {n} drafts accepted",
+  usage_drafts_long: "Speculative decoding: proposed tokens that were verified, and those that became output",
   end_stop: "complete",
   end_length: "cut: length limit",
   end_stopped: "stopped by you",

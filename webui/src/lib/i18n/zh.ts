@@ -52,6 +52,8 @@ export const zh: Readonly<Record<keyof typeof en, string>> = {
   usage_first: "首词元 {s} 秒",
   usage_first_long: "到第一个词元的时间",
   usage_rate: "{r} 词元/秒",
+  usage_drafts: "草稿接受 {a}/{n}",
+  usage_drafts_long: "推测解码：已验证的候选词元，以及其中成为输出的数量",
   end_stop: "完成",
   end_length: "因长度上限截断",
   end_stopped: "已被你停止",
