@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from llaisys.errors import (
     StorageFullError,
     UnsupportedError,
 )
+from open_files import open_files
 
 FACTS = SessionFileSpec(
     fingerprint="ab" * 16, vocab_size=100, cell_bytes=6, n_tokens_max=20, n_piece=4, n_files_max=3
@@ -73,14 +73,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def rejection(path: Path, raw: bytes | bytearray, facts: SessionFileSpec = FACTS) -> LlaisysError:
-    n_open = len(os.listdir("/proc/self/fd"))
     path.write_bytes(raw)
     with pytest.raises((RejectedError, UnsupportedError)) as caught:
         read(path, facts)
     assert caught.value.param == "file"
     assert "'chat'" in str(caught.value)
     assert str(path.parent) not in str(caught.value), "an error shows no server path"
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert not open_files(path.parent)
     return caught.value
 
 
@@ -231,7 +230,6 @@ def largest_file(n_bytes: int) -> Iterator[None]:
 
 def test_a_full_disk_leaves_only_the_previous_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = path.read_bytes()
-    n_open = len(os.listdir("/proc/self/fd"))
     # The header, the first piece, the second piece, the end: each write meets the limit once.
     for n_bytes in (10, 200, len(before) - 50, len(before) - 1):
         for target in (path, path.with_name("new.kv")):
@@ -240,7 +238,7 @@ def test_a_full_disk_leaves_only_the_previous_file(path: Path, caplog: pytest.Lo
             assert str(path.parent) not in str(caught.value), "an error shows no server path"
     assert [*path.parent.iterdir()] == [path]
     assert path.read_bytes() == before
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert not open_files(path.parent)
     assert caplog.messages.count(f"the saved session {path}: File too large") == 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 from concurrent.futures import wait
@@ -25,6 +24,7 @@ from llaisys.errors import (
 )
 from llaisys.outputs import FinishReason
 from llaisys.session_info import SessionInfo
+from open_files import open_files
 
 CHAT = list(range(1, 41))
 
@@ -107,14 +107,13 @@ def test_a_damaged_file_ends_the_waiting_requests_and_frees_everything(tmp_path:
     raw[-40] ^= 1  # in the second-last checksum: everything was read and most of it imported
     file.write_bytes(raw)
     runner = SessionRunner(session_store=tmp_path)
-    n_open = len(os.listdir("/proc/self/fd"))
     runner.begin("restore", "chat", "file")
     runner.submit("a", prompt=CHAT, session_id="chat")
     with pytest.raises(RejectedError, match="damaged"):
         runner.end()
     runner.finish()
     assert isinstance(runner.ends["a"].error, RejectedError)
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert not open_files(tmp_path)
     stats = runner.engine.stats()
     assert (stats.num_sessions, stats.kv_cells_session, stats.kv_cells_free) == (0, 0, stats.kv_cells)
 
