@@ -355,11 +355,12 @@ class Context:
     ) -> DecodeOutput:
         """Run one forward pass for all rows (GIL released) and sample.
 
-        All arrays are `[n_rows]`, except `seq_ids` `[sum(n_seq_id)]`. `wants_output`: 1 logits and a sampled
-        id, 2 final hidden state, 3 both. `logits_mask`: batch rows `[n]` that request logits, and bits
-        `[n, ceil(vocab / 32)]`, where a set bit allows its id. `stream` is checked against the streams of the
-        rows' sequences. A row of several sequences is stored once and seen by all; it is sampled with the
-        sampler of the first one.
+        All arrays are `[n_rows]`, except `seq_ids` `[sum(n_seq_id)]`. `wants_output`: flags, 1 logits and a
+        sampled id, 2 final hidden state, 4 the row's token is a draft. A draft is kept if the row before it,
+        of the same sequence, samples it; a rejected one has the id -1. `logits_mask`: batch rows `[n]` that
+        request logits, and bits `[n, ceil(vocab / 32)]`, where a set bit allows its id. `stream` is checked
+        against the streams of the rows' sequences. A row of several sequences is stored once and seen by all;
+        it is sampled with the sampler of the first one.
 
         Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic), with no side
         effects.
