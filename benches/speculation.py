@@ -1,12 +1,13 @@
-"""Measure speculative decoding: pairs of engines with and without it, in alternating order.
+"""Measure speculative decoding: two engines, with and without it, that take turns with the same chats.
 
-    python benches/speculation.py [--rounds 3] [--method suffix] [--workloads copy edit chat adversarial]
+    python benches/speculation.py [--rounds 5] [--method suffix] [--workloads copy edit chat adversarial]
 
-Each line of `benches/results/speculation.jsonl` is one pair: a workload, a number of streams and a round.
-New engines run eight chats (`speculation_prompts.py`) with up to 128 tokens each, so that no output is known
-from an earlier round. The prompts are in the prefix cache, so the seconds are those of decoding. `ratio` is
-the seconds without divided by the seconds with speculation. `equal`: completions with the same tokens, of
-eight.
+Each line of `benches/results/speculation.jsonl` is one round: a workload of eight chats
+(`speculation_prompts.py`, up to 128 tokens each) at a number of streams. The engines alternate after every
+group of chats that run together, so that a change of the machine's speed meets both. Earlier outputs are not
+kept, because each round has the same. The prompts are in the prefix cache, so the seconds are those of
+decoding. `ratio` is the seconds without divided by the seconds with speculation. `equal`: completions with the
+same tokens, of eight.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llaisys import LLM, RequestOutput, SamplingParams
+from llaisys import LLM, SamplingParams
 from peers import cpu_name
 from speculation_prompts import WORKLOADS, Work
 
@@ -30,7 +31,7 @@ MAX_TOKENS = 128
 
 
 class Engine:
-    """One engine and the last completions of its chats."""
+    """One engine, with or without speculation."""
 
     def __init__(self, model: str, streams: int, speculative_config: dict[str, Any] | None) -> None:
         self._llm = LLM(
@@ -41,46 +42,61 @@ class Engine:
             speculative_config=speculative_config,
         )
 
-    def run(self, works: Sequence[Work], *, predicts: bool) -> tuple[float, list[RequestOutput]]:
-        """Complete all chats; return the seconds after their prompts are computed, and the outputs."""
-        chats = [[{"role": "user", "content": work.message}] for work in works]
-        params = [
-            SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS, **work.params}) for work in works
-        ]
+    def warm_up(self, works: Sequence[Work]) -> None:
+        """Compute all prompts, which stay in the prefix cache."""
+        self._llm.chat(_chats(works), SamplingParams(max_tokens=1), use_tqdm=False)
+
+    def run(self, works: Sequence[Work], *, predicts: bool) -> tuple[float, list[list[int]]]:
+        """Complete chats together; return the seconds and the token ids of each."""
+        greedy = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+        params = [SamplingParams(**{**greedy, **work.params}) for work in works]
         params = params if predicts else [replace(each, prediction=None) for each in params]
-        first = [replace(each, max_tokens=1, prediction=None) for each in params]
-        self._llm.chat(chats, first, use_tqdm=False)
         begin_s = time.perf_counter()
-        outputs = self._llm.chat(chats, params, use_tqdm=False)
-        return time.perf_counter() - begin_s, outputs
+        outputs = self._llm.chat(_chats(works), params, use_tqdm=False)
+        return time.perf_counter() - begin_s, [output.outputs[0].token_ids for output in outputs]
 
     def close(self) -> None:
         self._llm.close()
 
 
-def pair(model: str, workload: str, streams: int, round_: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Run one pair of engines; the order alternates with the round."""
+def _chats(works: Sequence[Work]) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": work.message}] for work in works]
+
+
+def measure(
+    model: str, workload: str, streams: int, n_rounds: int, config: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield one result per round, of engines that take turns."""
     works = WORKLOADS[workload]()
-    seconds: dict[bool, float] = {}
-    outputs: dict[bool, list[RequestOutput]] = {}
-    for speculates in (False, True) if round_ % 2 == 0 else (True, False):
-        engine = Engine(model, streams, config if speculates else None)
-        seconds[speculates], outputs[speculates] = engine.run(works, predicts=speculates)
-        engine.close()
-    ids = [[choice.token_ids for choice in output.outputs] for output in outputs[True]]
-    want = [[choice.token_ids for choice in output.outputs] for output in outputs[False]]
-    n_tokens = sum(len(each) for choices in want for each in choices)
-    return {
-        "workload": workload,
-        "method": config["method"],
-        "streams": streams,
-        "round": round_,
-        "tokens": n_tokens,
-        "seconds_without": round(seconds[False], 3),
-        "seconds_with": round(seconds[True], 3),
-        "ratio": round(seconds[False] / seconds[True], 3),
-        "equal": sum(a == b for a, b in zip(ids, want, strict=True)),
+    groups = [works[i : i + streams] for i in range(0, len(works), streams)]
+    engines = {
+        speculates: Engine(model, streams, config if speculates else None) for speculates in (False, True)
     }
+    for engine in engines.values():
+        engine.warm_up(works)
+    for round_ in range(n_rounds):
+        seconds = {False: 0.0, True: 0.0}
+        n_tokens = n_equal = 0
+        for i, group in enumerate(groups):
+            ids = {}
+            for speculates in (False, True) if (round_ + i) % 2 == 0 else (True, False):
+                spent_s, ids[speculates] = engines[speculates].run(group, predicts=speculates)
+                seconds[speculates] += spent_s
+            n_tokens += sum(map(len, ids[False]))
+            n_equal += sum(a == b for a, b in zip(ids[True], ids[False], strict=True))
+        yield {
+            "workload": workload,
+            "method": config["method"],
+            "streams": streams,
+            "round": round_,
+            "tokens": n_tokens,
+            "seconds_without": round(seconds[False], 3),
+            "seconds_with": round(seconds[True], 3),
+            "ratio": round(seconds[False] / seconds[True], 3),
+            "equal": n_equal,
+        }
+    for engine in engines.values():
+        engine.close()
 
 
 def main() -> None:
@@ -90,17 +106,18 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--method", default="suffix", choices=("suffix", "ngram"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    config = {"method": args.method}
+    config = {"method": args.method, "suffix_decoding_max_cached_requests": 0}
+    machine = {"machine": cpu_name()}
     pairs = [
-        {"machine": cpu_name(), **pair(args.model, workload, streams, round_, config)}
-        for round_ in range(args.rounds)
+        {**machine, **each}
         for workload in args.workloads
         for streams in args.streams
+        for each in measure(args.model, workload, streams, args.rounds, config)
     ]
     args.output.write_text("".join(json.dumps(each) + "\n" for each in pairs), "utf-8")
     print(f"ratio of the seconds without and with {args.method}, median of {args.rounds} rounds")
