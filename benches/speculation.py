@@ -4,10 +4,10 @@
 
 Each line of `benches/results/speculation.jsonl` is one round: a workload of eight chats
 (`speculation_prompts.py`, up to 128 tokens each) at a number of streams. The engines alternate after every
-group of chats that run together, so that a change of the machine's speed meets both. Earlier outputs are not
-kept, because each round has the same. The prompts are in the prefix cache, so the seconds are those of
-decoding. `ratio` is the seconds without divided by the seconds with speculation. `equal`: completions with the
-same tokens, of eight.
+group of chats that run together, so that a change of the machine's speed meets both. Earlier outputs are
+not kept, because each round has the same. The prompts are in the prefix cache, so the seconds are those of
+decoding. `ratio` is the seconds without divided by the seconds with speculation. `equal`: completions with
+the same tokens, of eight.
 """
 
 from __future__ import annotations
