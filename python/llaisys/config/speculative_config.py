@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
-from typing_extensions import Self
 
 # The most drafts of one request in a step. Beyond 16 rows a step takes about as long as separate steps.
 DRAFTS_MAX = 16
@@ -38,7 +37,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] = 0.1
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> SpeculativeConfig:
         if (self.model is None) == (self.method == "draft_model"):
             raise ValueError("model names the second model of the method draft_model, and of no other method")
         if self.prompt_lookup_min > self.prompt_lookup_max:
