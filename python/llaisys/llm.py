@@ -288,7 +288,7 @@ class LLM:
                 truncate_prompt(ids, each, self.max_model_len),
                 each,
                 tokenize_bad_words(self._model.tokenizer, each.bad_words),
-                self._model.tokenizer.encode(each.prediction or "", add_special_tokens=False),
+                self._model.tokenizer.encode(each.prediction, False) if each.prediction else [],
                 session,
             )
             for (text, ids), each, session in zip(prompts, params, sessions, strict=True)

@@ -135,7 +135,7 @@ class Worker:
     def relink_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
         """Replace the sequence's own cells after its first `n_tokens` tokens with parts of the prefix
         cache."""
-        self._change(self._context.kv_seq_rm, seq_id, n_tokens, -1)
+        self.trim_sequence(seq_id, n_tokens)
         self.attach_nodes(parts, seq_id)
 
     def edit_cache(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
@@ -208,14 +208,7 @@ class Worker:
             if chunk.samples and chunk.request.pool is None:
                 wants[-1] = _LOGITS
         masks: dict[str, Any] = {"logits_mask": _masks(batch)} if batch.masks else {}
-        output = self._context.decode(
-            np.array(tokens, np.int32),
-            np.array(positions, np.int32),
-            np.ones(len(tokens), np.int32),
-            np.array(seq_ids, np.int64),
-            np.frombuffer(wants, np.uint8),
-            **masks,
-        )
+        output = self._decode(tokens, positions, seq_ids, wants, **masks)
         if output.graph_refusal is not None:
             log.warning("%s", output.graph_refusal)
         return _result(batch, output)
@@ -235,13 +228,8 @@ class Worker:
 
         Raises the core's errors, without side effects; RequestFailedError for a row that cannot be sampled.
         """
-        output = self._context.decode(
-            np.array(tokens, np.int32),
-            np.array(positions, np.int32),
-            np.ones(len(tokens), np.int32),
-            np.array(seq_ids, np.int64),
-            np.array(samples, np.uint8) * np.uint8(_LOGITS),
-        )
+        wants = bytes(_LOGITS if each else 0 for each in samples)
+        output = self._decode(tokens, positions, seq_ids, wants)
         if output.faults:
             raise RequestFailedError(_FAULTS["non_finite"])
         ids: list[int] = output.token_ids.tolist()
@@ -249,17 +237,31 @@ class Worker:
 
     def decode_seconds(self, n_rows: int) -> float:
         """Decode `n_rows` tokens of a temporary sequence, all with logits, and return the seconds."""
-        seq_id = self._context.seq_acquire(0)
+        seq_id = self.open_greedy_sequence()
         try:
-            rows = np.arange(n_rows, dtype=np.int32)
-            zeros, ones = np.zeros(n_rows, np.int32), np.ones(n_rows, np.int32)
             begin_s = time.perf_counter()
-            self._context.decode(
-                zeros, rows, ones, np.full(n_rows, seq_id, np.int64), np.full(n_rows, _LOGITS, np.uint8)
-            )
+            self._decode([0] * n_rows, range(n_rows), [seq_id] * n_rows, bytes([_LOGITS]) * n_rows)
             return time.perf_counter() - begin_s
         finally:
             self.close_sequence(seq_id)
+
+    def _decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        wants: bytes | bytearray,
+        **masks: Any,
+    ) -> DecodeOutput:
+        """Decode rows of one sequence each. `wants`: the output flags of each row."""
+        return self._context.decode(
+            np.array(tokens, np.int32),
+            np.array(positions, np.int32),
+            np.ones(len(tokens), np.int32),
+            np.array(seq_ids, np.int64),
+            np.frombuffer(wants, np.uint8),
+            **masks,
+        )
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
         """Return a watchdog of this context. `window_s`: for layers, tokens and the event loop; a sixth of it
