@@ -284,10 +284,9 @@ class Request:
         """Output tokens so far."""
         return len(self.token_ids) - len(self.source.prompt_token_ids)
 
-    @property
-    def output_ids(self) -> array[int]:
-        """The output tokens so far, as a copy."""
-        return self.token_ids[len(self.source.prompt_token_ids) :]
+    def output_from(self, start: int) -> array[int]:
+        """Return the output tokens from the `start`th on, as a copy."""
+        return self.token_ids[len(self.source.prompt_token_ids) + start :]
 
     @property
     def wants_prompt_logprobs(self) -> bool:

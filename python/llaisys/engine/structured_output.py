@@ -59,7 +59,7 @@ class _DraftMatcher:
     matcher: Future[LLMatcher] | None
     num_read: int = 0
 
-    def masks(self, output_ids: Sequence[int], drafts: Sequence[int], vocab_size: int) -> list[Mask]:
+    def masks(self, request: Request, drafts: Sequence[int], vocab_size: int) -> list[Mask]:
         """Return the mask of the row after each draft.
 
         They end before a draft that the grammar does not allow or that exceeds a limit.
@@ -69,10 +69,10 @@ class _DraftMatcher:
             return masks
         try:
             matcher = self.matcher.result()
-            if output_ids[self.num_read :]:
-                matcher.consume_tokens(list(output_ids[self.num_read :]))
+            if new_token_ids := request.output_from(self.num_read):
+                matcher.consume_tokens(list(new_token_ids))
                 check(matcher, _WHERE)
-                self.num_read = len(output_ids)
+                self.num_read = request.num_output
             for draft in drafts:
                 if not matcher.validate_tokens([draft]):
                     break
@@ -227,7 +227,7 @@ class StructuredOutputManager:
         """
         if choice.matcher is None:
             choice.matcher = self._compile(choice)
-        return self._consume(choice, choice.request.output_ids[choice.num_read :])
+        return self._consume(choice, choice.request.output_from(choice.num_read))
 
     def _compile(self, choice: _Choice) -> LLMatcher:
         spec = choice.request.source.params.structured_outputs
@@ -257,7 +257,7 @@ class StructuredOutputManager:
             choice.draft = _DraftMatcher(self._threads.submit(client_id, lambda: self._compile(choice)))
         assert self._compiler is not None
         vocab_size = self._compiler.tokenizer.vocab_size
-        return choice.draft.masks(choice.request.output_ids, drafts, vocab_size)
+        return choice.draft.masks(choice.request, drafts, vocab_size)
 
 
 @contextmanager

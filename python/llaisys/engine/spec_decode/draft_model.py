@@ -70,19 +70,15 @@ class DraftModelProposer:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request; see `Proposer`."""
-        drafts: list[list[int]] = [[] for _ in requests]
-        if self._has_failed:
-            return drafts
-        try:
-            self._propose(requests, budgets, drafts)
-        except ExhaustedError:
-            self._close_unused(requests)
-            drafts = [[] for _ in requests]
-        except LlaisysError as error:
-            log.warning("the draft model failed and is not used any more: %s", error)
-            self._has_failed = True
-            drafts = [[] for _ in requests]
-        return drafts
+        if not self._has_failed:
+            try:
+                return self._propose(requests, budgets)
+            except ExhaustedError:
+                self._close_unused(requests)
+            except LlaisysError as error:
+                log.warning("the draft model failed and is not used any more: %s", error)
+                self._has_failed = True
+        return [[] for _ in requests]
 
     def finish(self, request: Request) -> None:
         """Close the sequence of a request."""
@@ -93,7 +89,8 @@ class DraftModelProposer:
         """Free the draft model; idempotent."""
         self._worker.close()
 
-    def _propose(self, requests: Sequence[Request], budgets: Sequence[int], drafts: list[list[int]]) -> None:
+    def _propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in requests]
         rows, drafting = _Rows(), []
         for i, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
             n_left = self._n_batch - len(rows.tokens)
@@ -117,6 +114,7 @@ class DraftModelProposer:
                 rows.add(sequence, drafts[i][-1:], samples=True)
         if rows.tokens:
             self._decode(rows)
+        return drafts
 
     def _observe(self, seconds: float) -> None:
         """Record the seconds of a decode with one row per request; one slow decode counts little."""

@@ -6,8 +6,11 @@ drafts. Drafts are added by expected gain while the expected tokens per second r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from llaisys.engine.prefix_cache import n_common
 
 # Rows of the largest step with drafts; beyond it, arithmetic binds and drafts do not pay.
 ROWS_MAX = 16
@@ -105,9 +108,7 @@ class DraftPlanner:
     def observe_drafts(self, ordinal: int, drafts: Sequence[int], output: Sequence[int]) -> None:
         """Compare proposed drafts, also those that no step verified, with the next tokens of a request."""
         n_compared = min(len(drafts), len(output))
-        n_accepted = 0
-        while n_accepted < n_compared and drafts[n_accepted] == output[n_accepted]:
-            n_accepted += 1
+        n_accepted = n_common(array("i", drafts), array("i", output))
         self.acceptance(ordinal).observe(n_accepted, n_compared, _OUTCOME_WEIGHT)
         self._shared.observe(n_accepted, n_compared, _SHARED_OUTCOME_WEIGHT)
 

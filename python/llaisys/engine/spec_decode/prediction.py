@@ -25,10 +25,13 @@ class _Prediction:
     at: int | None = 0
     n_read: int = 0
 
-    def read(self, output: array[int]) -> None:
+    def read(self, request: Request) -> None:
         """Follow the new output tokens; after a difference, continue at the next place where they occur."""
         tokens = self.index.tokens
-        for n in range(self.n_read, len(output)):
+        # The new tokens, after as many as a match needs before the first of them.
+        first = max(0, self.n_read - (MIN_MATCH - 1))
+        output = request.output_from(first)
+        for n in range(self.n_read - first, len(output)):
             if self.at is not None and self.at < len(tokens) and tokens[self.at] == output[n]:
                 self.at += 1
                 continue
@@ -36,7 +39,7 @@ class _Prediction:
             places = self.index.positions_after(ngram_before(output, n + 1, MIN_MATCH)) if n else ()
             # The nearest place after the difference; otherwise the newest one before it.
             self.at = next((place for place in places if place >= before), places[-1] if places else None)
-        self.n_read = len(output)
+        self.n_read = request.num_output
 
 
 class PredictionProposer:
@@ -83,6 +86,6 @@ class PredictionProposer:
         if prediction is None:
             prediction = self._open[request.ordinal] = _Prediction(TokenIndex(MIN_MATCH))
             prediction.index.extend(array("i", predicted))
-        prediction.read(request.output_ids)
+        prediction.read(request)
         at = prediction.at
         return [] if at is None else list(predicted[at : at + budget])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,10 +30,18 @@ class Proposer(Protocol):
         ...
 
 
-class HostProposer:
+class HostProposer(ABC):
     """A proposer that computes on the host: its drafts take microseconds, and it holds no resources."""
 
     seconds_per_draft = 0.0
 
-    def close(self) -> None:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
+        """Return the drafts of each request; see `Proposer`."""
+        return [self._drafts(*each) for each in zip(requests, budgets, strict=True)]
+
+    def close(self) -> None:  # noqa: B027 -- nothing to free is the usual case
         """Do nothing."""
+
+    @abstractmethod
+    def _drafts(self, request: Request, budget: int) -> list[int]:
+        """Return up to `budget` drafts of one request."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from llaisys.engine.request import Request
-from llaisys.engine.spec_decode.ngram import OwnTokens, matches_in
+from llaisys.engine.spec_decode.ngram import OwnTokens
 from llaisys.engine.spec_decode.proposer import HostProposer
 from llaisys.engine.spec_decode.token_index import (
     OCCURRENCES_MAX,
@@ -105,26 +104,16 @@ class SuffixProposer(HostProposer):
         self._own = OwnTokens(MIN_MATCH)
         self.earlier = EarlierOutputs(max_outputs)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
-        """Return the drafts of each request; see `Proposer`."""
-        return [self._drafts(*each) for each in zip(requests, budgets, strict=True)]
-
     def finish(self, request: Request) -> None:
         """Drop the index of a request, and keep its output."""
         self._own.pop(request)
         if request.num_output:
-            self.earlier.add(request.source.cache_salt, request.output_ids)
+            self.earlier.add(request.source.cache_salt, request.output_from(0))
 
     def _drafts(self, request: Request, budget: int) -> list[int]:
         index = self._own.index(request)
-        tokens = index.tokens
-        if len(tokens) < MIN_MATCH:
-            return []
-        key = ngram_before(tokens, len(tokens), MIN_MATCH)
-        matches = matches_in(index, tokens, key)
-        matches += self.earlier.matches(request.source.cache_salt, key)
-        if not matches:
-            return []
-        best, n = longest(matches, tokens, self._max_depth)
+        matches = index.matches_of_end()
+        matches += self.earlier.matches(request.source.cache_salt, index.last_ngram())
+        best, n = longest(matches, index.tokens, self._max_depth)
         budget = min(budget, int(self._max_spec_factor * n))
-        return continuation(best, tokens, budget, self._min_token_prob)
+        return continuation(best, index.tokens, budget, self._min_token_prob)

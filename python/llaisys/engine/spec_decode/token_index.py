@@ -43,6 +43,16 @@ class TokenIndex:
             if len(positions) > OCCURRENCES_MAX:
                 del positions[0]
 
+    def last_ngram(self) -> Ngram:
+        """Return the key of the last `n` tokens; of a shorter text, one that no n-gram has."""
+        return ngram_before(self.tokens, len(self.tokens), min(self.n, len(self.tokens)))
+
+    def matches_of_end(self) -> list[Match]:
+        """Return the earlier positions after the last `n` tokens, newest first."""
+        end = len(self.tokens)
+        positions = reversed(self.positions_after(self.last_ngram()))
+        return [Match(self.tokens, at) for at in positions if at < end]
+
     def positions_after(self, ngram: Ngram) -> Sequence[int]:
         """Return the newest positions after an n-gram of `n` tokens, ascending."""
         return self._after.get(ngram, ())

@@ -28,8 +28,8 @@ def decoding(ordinal: int, *, limit: int = 1000, **changes: object) -> Request:
 class Rounds(HostProposer):
     """Proposes the next tokens of periodic text."""
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
-        return [[PERIOD[i % 3] for i in range(n)] for _, n in zip(requests, budgets, strict=True)]
+    def _drafts(self, request: Request, budget: int) -> list[int]:  # noqa: ARG002 -- as the real proposers'
+        return [PERIOD[i % 3] for i in range(budget)]
 
     def finish(self, request: Request) -> None:
         """Hold no state."""
