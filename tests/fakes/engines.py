@@ -76,3 +76,13 @@ class Engine:
         assert stats.kv_cells_free + stats.kv_cells_retained == stats.kv_cells
         assert self.context.n_seq_free == self.engine.limits.max_num_seqs
         assert {key if isinstance(key, str) else key[0] for key in self.ends} == self.over
+
+
+# Engines of the running test, whose threads for grammars `tests/unit/engine/conftest.py` ends.
+GRAMMAR_ENGINES: list[Engine] = []
+
+
+def grammar_engine(grammars: GrammarCompiler | None, **changes: Any) -> Engine:
+    """Return an engine that is closed at the end of the test."""
+    GRAMMAR_ENGINES.append(Engine(grammars=grammars, **changes))
+    return GRAMMAR_ENGINES[-1]

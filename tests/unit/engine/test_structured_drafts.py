@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
@@ -11,7 +11,7 @@ from llguidance import LLParserLimits
 
 from fakes import core, text
 from fakes.drafts import ScriptedSpeculator
-from fakes.engines import Engine
+from fakes.engines import Engine, grammar_engine
 from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
 from llaisys.engine.request import Request
 from llaisys.engine.step_speed import DecodeStep
@@ -19,14 +19,6 @@ from llaisys.sampling_params import StructuredOutputsParams as Spec
 
 TOKENS = GrammarTokenizer(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
 NAMES = [f"{seed}" for seed in range(12)]
-ENGINES: list[Engine] = []
-
-
-@pytest.fixture(autouse=True)
-def no_threads_are_left() -> Iterator[None]:
-    yield
-    while ENGINES:
-        ENGINES.pop().engine.close()
 
 
 class Patient(ScriptedSpeculator):
@@ -50,10 +42,8 @@ class Patient(ScriptedSpeculator):
 
 def run(compiler: GrammarCompiler, spec: Spec, want: dict[str, list[int]] | None, **changes: Any) -> Engine:
     """Run twelve requests with a grammar; with drafts if `want`, their tokens, is known."""
-    made = Engine(
-        grammars=compiler, **{"max_model_len": 96, "n_cells": 2048, "max_num_queued_reqs": 12, **changes}
-    )
-    ENGINES.append(made)
+    sizes = {"max_model_len": 96, "n_cells": 2048, "max_num_queued_reqs": 12, **changes}
+    made = grammar_engine(compiler, **sizes)
     if want is not None:
         made.engine._speculator = Patient(made, want)  # type: ignore[assignment]
     for seed, name in enumerate(NAMES):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from llguidance import LLParserLimits
 
 from fakes import core, text
-from fakes.engines import Engine
+from fakes.engines import Engine, grammar_engine
 from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
 from llaisys.errors import RejectedError, RequestFailedError, UnsupportedError
 from llaisys.outputs import FinishReason
@@ -43,21 +42,9 @@ def constrained(spec: Spec, **changes: Any) -> dict[str, Any]:
     return {"structured_outputs": spec, "temperature": 1.0, "max_tokens": 200, **changes}
 
 
-ENGINES: list[Engine] = []
-
-
-@pytest.fixture(autouse=True)
-def no_threads_are_left() -> Iterator[None]:
-    yield
-    while ENGINES:
-        ENGINES.pop().engine.close()
-
-
 def engine(grammars: GrammarCompiler | None, **changes: Any) -> Engine:
     """Return an engine with cells for long completions."""
-    made = Engine(grammars=grammars, **{"max_model_len": 512, "n_cells": 2048, **changes})
-    ENGINES.append(made)
-    return made
+    return grammar_engine(grammars, **{"max_model_len": 512, "n_cells": 2048, **changes})
 
 
 def alone(grammars: GrammarCompiler, **changes: Any) -> list[int]:
