@@ -70,23 +70,11 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-class Server:
-    """A server process, ready when made and warmed up by one request for each stream."""
+class ServerProcess:
+    """A server process, ready when made. `ready`: the path that returns 200 once it serves requests."""
 
-    def __init__(self, engine: str, file: str, n_streams: int) -> None:
-        self.port, self.n_streams = free_port(), n_streams
-        model, port, n = str(MODELS / file), str(self.port), str(n_streams)
-        common = ["--port", port, "--threads" if engine == "llama.cpp" else "--num-threads", str(THREADS)]
-        if engine.startswith("llaisys"):
-            command = [sys.executable, "-m", "llaisys", "serve", model, *common]
-            command += ["--max-num-seqs", "32", "--log-level", "warning"]
-            setting = engine.partition("/")[2]
-            command += ["--quantization", setting] if setting else []
-        else:
-            cells = n_streams * (PROMPT + OUTPUT + 16)
-            command = [str(BUILDS[engine] / "llama-server"), "-m", model, *common, "-np", n, "-c", str(cells)]
-            command += ["-fa", "on", "-b", "2048", "-ub", "512", "--cache-ram", "0"]
-        env = None if engine.startswith("llaisys") else environment(engine)
+    def __init__(self, command: list[str], port: int, ready: str, env: dict[str, str] | None) -> None:
+        self.port = port
         # If this process is killed, the server goes with it.
         self.process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "--", *command],
@@ -94,19 +82,12 @@ class Server:
             stderr=subprocess.DEVNULL,
             env=env,
         )
-        ready = f"http://127.0.0.1:{port}/{'ready' if engine.startswith('llaisys') else 'health'}"
         end = time.monotonic() + START_TIMEOUT_S
-        while not _answers(ready):
+        while not _answers(f"http://127.0.0.1:{port}{ready}"):
             if self.process.poll() is not None or time.monotonic() > end:
                 self.close()
                 raise PeerError(f"{' '.join(command)} does not start; run it by hand to see why")
             time.sleep(0.1)
-        self.http(n_streams)
-
-    def http(self, n_streams: int) -> dict[str, float]:
-        """Return output tokens per second, and the median seconds to the first event."""
-        seconds, firsts = asyncio.run(burst(self.port, n_streams))
-        return {"0": n_streams * OUTPUT / seconds, "first_s": firsts[len(firsts) // 2]}
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -116,6 +97,33 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+class Server(ServerProcess):
+    """A server process, ready when made and warmed up by one request for each stream."""
+
+    def __init__(self, engine: str, file: str, n_streams: int) -> None:
+        self.n_streams = n_streams
+        model, port, n = str(MODELS / file), str(free_port()), str(n_streams)
+        common = ["--port", port, "--threads" if engine == "llama.cpp" else "--num-threads", str(THREADS)]
+        is_ours = engine.startswith("llaisys")
+        if is_ours:
+            command = [sys.executable, "-m", "llaisys", "serve", model, *common]
+            command += ["--max-num-seqs", "32", "--log-level", "warning"]
+            setting = engine.partition("/")[2]
+            command += ["--quantization", setting] if setting else []
+        else:
+            cells = n_streams * (PROMPT + OUTPUT + 16)
+            command = [str(BUILDS[engine] / "llama-server"), "-m", model, *common, "-np", n, "-c", str(cells)]
+            command += ["-fa", "on", "-b", "2048", "-ub", "512", "--cache-ram", "0"]
+        env = None if is_ours else environment(engine)
+        super().__init__(command, int(port), "/ready" if is_ours else "/health", env)
+        self.http(n_streams)
+
+    def http(self, n_streams: int) -> dict[str, float]:
+        """Return output tokens per second, and the median seconds to the first event."""
+        seconds, firsts = asyncio.run(burst(self.port, n_streams))
+        return {"0": n_streams * OUTPUT / seconds, "first_s": firsts[len(firsts) // 2]}
 
 
 def _answers(url: str) -> bool:
