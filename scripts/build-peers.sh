@@ -2,8 +2,14 @@
 # The peers of `make bench-peers`, at pinned versions, into .venv-peers: llama.cpp's tools from the source inside the
 # sdist of llama-cpp-python, ik_llama.cpp and OpenVINO from their wheels, and the models in each engine's format.
 # 10 to 20 minutes on two cores, 8 GB of disk. What is there already is kept.
+# With --only-server, only llama-server is built, for `make bench-speculation-peers`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case "$*" in
+"") only_server=false ;;
+--only-server) only_server=true ;;
+*) echo "usage: build-peers.sh [--only-server]" >&2 && exit 2 ;;
+esac
 
 LLAMA_CPP_PYTHON=0.3.36
 LLAMA_CPP_SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
@@ -16,8 +22,13 @@ JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-2}
 
 peers=$PWD/.venv-peers
 [ -x "$peers/bin/python" ] || python3 -m venv "$peers"
-"$peers/bin/pip" install --quiet "cmake==$CMAKE" scikit-build-core "ik-llama-cpp-python==$IK_LLAMA_CPP_PYTHON" \
-    "openvino-genai==$OPENVINO_GENAI" "nncf==$NNCF" "gguf==$GGUF"
+"$peers/bin/pip" install --quiet "cmake==$CMAKE" scikit-build-core
+tools=(llama-server)
+if [ "$only_server" = false ]; then
+    tools=(llama-bench llama-batched-bench llama-server llama-quantize)
+    "$peers/bin/pip" install --quiet "ik-llama-cpp-python==$IK_LLAMA_CPP_PYTHON" \
+        "openvino-genai==$OPENVINO_GENAI" "nncf==$NNCF" "gguf==$GGUF"
+fi
 
 src=$peers/src
 if [ ! -d "$src/vendor/llama.cpp" ]; then
@@ -30,15 +41,16 @@ if [ ! -d "$src/vendor/llama.cpp" ]; then
 fi
 export PATH=$peers/bin:$PATH
 build=$src/vendor/llama.cpp/build
-for tool in llama-bench llama-batched-bench llama-server llama-quantize; do
+for tool in "${tools[@]}"; do
     if [ ! -x "$build/bin/$tool" ]; then
         echo "building llama.cpp's tools (long); the log is $peers/build.log"
         { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
             -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
             cmake --build "$build" -j "$JOBS" \
-                --target llama-bench llama-batched-bench llama-server llama-quantize mtmd; } >"$peers/build.log" 2>&1
+                --target "${tools[@]}" mtmd; } >"$peers/build.log" 2>&1
     fi
 done
+[ "$only_server" = false ] || exit 0
 
 # llama.cpp's Python binding, for `make bench-quality`: the package of the sdist with the libraries just built.
 "$peers/bin/pip" install --quiet typing_extensions diskcache jinja2
