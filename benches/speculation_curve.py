@@ -10,7 +10,7 @@ and step. The engine's own planner chooses how many drafts a step verifies, up t
 
 Each line of `benches/results/speculation-curve.jsonl` is one pair: a call without and a call with
 speculation, of two engines that take turns. The prompts are in the prefix cache, so the seconds are those of
-decoding. `ratio` is tokens per second with speculation divided by those without. `verified` and `accepted`
+decoding. `ratio` is the seconds without divided by the seconds with speculation. `verified` and `accepted`
 count drafts. `equal`: completions with the same tokens, which must be all `streams` of them.
 """
 
@@ -82,7 +82,12 @@ class FixedPlanner(DraftPlanner):
     def __init__(self) -> None:
         super().__init__(CostCurve({1: 1.0}))
 
-    def plan(self, n_rows: int, proposed: dict[int, int], seconds_per_draft: float = 0.0) -> dict[int, int]:  # noqa: ARG002 -- as the planner's
+    def plan(
+        self,
+        n_rows: int,  # noqa: ARG002 -- as the planner's
+        proposed: dict[int, int],
+        seconds_per_draft: float = 0.0,  # noqa: ARG002 -- as above
+    ) -> dict[int, int]:
         """Return the number of drafts by ordinal."""
         return proposed
 
@@ -179,8 +184,8 @@ class Pair:
         n_tokens = sum(map(len, ids[False]))
         return {
             "tokens": n_tokens,
-            "tokens_per_s_without": round(n_tokens / seconds[False], 2),
-            "tokens_per_s_with": round(n_tokens / seconds[True], 2),
+            "seconds_without": round(seconds[False], 3),
+            "seconds_with": round(seconds[True], 3),
             "ratio": round(seconds[False] / seconds[True], 3),
             "verified": switched.n_verified,
             "accepted": switched.n_accepted,
@@ -227,7 +232,7 @@ def table(pairs: Sequence[dict[str, Any]]) -> Iterator[str]:
     rows = dict.fromkeys((p["weights"], p["streams"], p["drafts"]) for p in pairs)
     for weights, streams, drafts in rows:
         of = [p for p in pairs if (p["weights"], p["streams"], p["drafts"]) == (weights, streams, drafts)]
-        rate = statistics.median(p["tokens_per_s_without"] for p in of)
+        rate = statistics.median(p["tokens"] / p["seconds_without"] for p in of)
         shown = "".join(
             f"  {acceptance:3} %: {statistics.median(ratios):.2f}"
             for acceptance in ACCEPTANCES
