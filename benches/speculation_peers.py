@@ -105,8 +105,8 @@ class ChatServer(ServerProcess):
     def __init__(self, mode: Mode, model: Path, streams: int) -> None:
         port = free_port()
         options = [option.replace("{model}", str(model)) for option in mode.options]
-        # One stream: a slot for each chat. Several: as many slots as streams, with one pool of cells as by
-        # default, since drafts of different lengths are one batch only then.
+        # One stream: a slot for each chat. Several: as many slots as streams, with one pool of cells, since
+        # drafts of different lengths are one batch only then.
         self._n_slots = N_CHATS if streams == 1 else streams
         if mode.engine == OURS:
             command = [sys.executable, "-m", "llaisys", "serve", str(model), "--port", str(port)]
@@ -267,6 +267,7 @@ def main() -> None:
             results += [{**machine, **each} for each in measured]
             args.output.write_text("".join(json.dumps(each) + "\n" for each in results), "utf-8")
     print("\n".join(table(results)))
+    print("draft-simple has the model as its own draft: equality and cost count, not its gain")
     if any(r["equal_texts"] < r["texts"] for r in results if r["engine"] == OURS):
         raise SystemExit("our speculation changed a text")
 
