@@ -114,7 +114,7 @@ bench-engine: model ## benchmark the engine: simulator rate, Python cost of a st
 bench-speculation: model ## measure speculative decoding against none, in pairs; results in benches/results/speculation.jsonl
 	$(PY) benches/speculation.py $(ARGS)
 
-bench-speculation-curve: build ## measure speculation of the 0.5B shape with scripted drafts, 0 to 100 % of them right (30 minutes)
+bench-speculation-curve: build ## measure speculation of the 0.5B shape with scripted drafts, 0 to 100 % of them right (about an hour)
 	$(PY) benches/speculation_curve.py $(ARGS)
 
 bench-speculation-peers: model ## compare speculation with llama.cpp's n-gram and draft modes: speed, equal texts (builds llama-server)
