@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,13 +109,9 @@ PROPERTIES: Any = {"type": "object", "properties": {f"p{i}": {} for i in range(2
         ({"guided_json": {"$ref": "#"}}, "guided_json", "no text can complete it"),
         ({"guided_grammar": "start: start"}, "guided_grammar", "no text can complete it"),
         ({"structured_outputs": {"json": PROPERTIES}}, "structured_outputs.json", "more than 750 optional"),
-        # A slow machine reaches the limit of CPU time before that of the work for one token.
-        (
-            {"guided_regex": "(a{1000}){1000}"},
-            "guided_regex",
-            r"make their repetitions smaller|0\.5 s of CPU time",
-        ),
-        ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "guided_json", r"0\.5 s of CPU time"),
+        # Takes a hundredth of the CPU time that a trial may take, so the limit of work is always the first.
+        ({"guided_regex": "(a{0,300}){300}"}, "guided_regex", "make their repetitions smaller"),
+        ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "guided_json", "0.5 s of CPU time"),
     ],
 )
 def test_a_hostile_grammar_is_a_400_that_names_its_field(
@@ -126,7 +121,7 @@ def test_a_hostile_grammar_is_a_400_that_names_its_field(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)
     assert field in error["message"]
-    assert re.search(says, error["message"])
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_color"}}])
