@@ -403,8 +403,7 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), drain_s)
         self._closed = True
-        await asyncio.to_thread(self._grammar_trials.close)
-        await self._engine.close()
+        await asyncio.gather(self._engine.close(), asyncio.to_thread(self._grammar_trials.close))
 
     # --- internals ---
 
