@@ -377,7 +377,7 @@ class Context:
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Shift positions in the range by `delta` and rotate the stored keys. Raises RejectedError if a cell
         is shared with another sequence or cached by a node, or if a new position is in use, negative or past
-        `max_model_len`."""
+        `max_model_len`; UnsupportedError for a model that scales queries by position."""
     def kv_seq_pos_min(self, seq_id: int) -> int:
         """Return the smallest position; -1 if the sequence is empty."""
     def kv_seq_pos_max(self, seq_id: int) -> int:

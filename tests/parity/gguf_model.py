@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parity.numpy_forward import Shape, rope_amplitude, rope_frequencies
-from parity.random_model import FAMILIES, Weights, folder_weights
+from parity.random_model import FAMILIES, Weights, fuse, neighbors
 
-Value = bool | int | float | str | list[str] | list[int]
+Value = bool | int | float | str | list[str] | list[int] | list[bool]
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -62,7 +62,7 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
         "attention.value_length": shape.d_head,
         "attention.layer_norm_rms_epsilon": shape.rms_eps,
         "rope.freq_base": shape.rope_theta,
-        "rope.dimension_count": shape.d_head,
+        "rope.dimension_count": shape.rope_width,
         "vocab_size": shape.vocab_size,
     }
     rope = shape.rope
@@ -77,6 +77,11 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
         keys["rope.scaling.attn_factor"] = rope_amplitude(shape)
     if shape.window is not None:
         keys["attention.sliding_window"] = shape.window
+        if FAMILIES[family].unscaled_local_rope:
+            keys["attention.sliding_window_pattern"] = list(shape.windowed)
+    if shape.query_scaling is not None:
+        keys["attention.temperature_scale"] = shape.query_scaling[0]
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
     if FAMILIES[family].multipliers and shape.score_scale is not None:
         keys |= {"embedding_scale": shape.embed_scale, "residual_scale": shape.residual_scale}
         keys |= {"logit_scale": 1 / shape.logit_scale, "attention.scale": shape.score_scale}
@@ -95,8 +100,10 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
 
 def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of a file by name."""
-    architecture = FAMILIES[family].gguf
-    stored = dict(folder_weights("phi3", shape, weights) if family == "phi3" else weights)
+    if FAMILIES[family].gguf_neighbors:
+        # The rows of a rotary pair are rows 2i and 2i + 1.
+        weights = neighbors(shape, weights)
+    stored = fuse(family, shape, weights)
     tensors: dict[str, NDArray[np.float32]] = {}
     for i in range(shape.n_layers):
         if shape.experts is not None:
@@ -111,10 +118,6 @@ def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArr
             tensors[f"{_TOP[stem]}.{kind}"] = value
             continue
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        if architecture in ("llama", "granite") and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            # GGUF stores the rows of a rotary pair as rows 2i and 2i + 1.
-            halves = value.reshape(-1, 2, shape.d_head // 2, shape.d_model)
-            value = halves.swapaxes(1, 2).reshape(value.shape)
         tensors[f"blk.{layer}.{_NAMES[part]}.{kind}"] = value
     if shape.rope.get("rope_type") == "llama3":
         plain = rope_frequencies(_without_scaling(shape))
@@ -144,6 +147,8 @@ def _value(value: Value) -> bytes:
             return struct.pack("<If", 6, value)
         case str():
             return struct.pack("<I", 8) + _string(value)
+        case [bool(), *_]:
+            return struct.pack("<IIQ", 9, 7, len(value)) + struct.pack(f"<{len(value)}?", *value)
         case [str(), *_]:
             return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(_string(str(v)) for v in value)
         case _:

@@ -45,6 +45,10 @@ class Shape:
     tied: bool
     max_positions: int = 256
     rope: Mapping[str, Any] = field(default_factory=dict)  # a set of `rope_parameters` without its base
+    context: int = 64  # `max_model_len`, which chooses the factors of LongRoPE
+    d_rope: int | None = None  # rotated elements of a head; None: all
+    rotated: tuple[bool, ...] = ()  # by layer; empty: all
+    query_scaling: tuple[float, int] | None = None  # beta, positions of the original context
     local_theta: float | None = None  # of layers with a window
     window: int | None = None
     windowed: tuple[bool, ...] = ()  # by layer; empty: none
@@ -59,6 +63,11 @@ class Shape:
     logit_scale: float = 1.0
     experts: Experts | None = None
 
+    @property
+    def rope_width(self) -> int:
+        """The rotated elements of a head."""
+        return self.d_head if self.d_rope is None else self.d_rope
+
 
 def rms_norm(x: F64, weight: F64, eps: float) -> F64:
     return x * weight / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
@@ -69,8 +78,9 @@ def soft_cap(x: F64, cap: float | None) -> F64:
 
 
 def rope_frequencies(shape: Shape) -> F64:
-    """Return radians per position for layers without a window, `[d_head / 2]`, scaled."""
-    half, theta, rope = shape.d_head // 2, shape.rope_theta, shape.rope
+    """Return radians per position for layers without a window, `[d_rope / 2]`, scaled."""
+    width, theta, rope = shape.rope_width, shape.rope_theta, shape.rope
+    half = width // 2
     plain = np.asarray(theta ** (-np.arange(half) / half))
     kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
     if kind == "linear":
@@ -84,14 +94,15 @@ def rope_frequencies(shape: Shape) -> F64:
         original = rope["original_max_position_embeddings"]
 
         def pair(turns: float) -> float:
-            return shape.d_head * math.log(original / (turns * math.tau)) / (2 * math.log(theta))
+            return width * math.log(original / (turns * math.tau)) / (2 * math.log(theta))
 
         first = max(math.floor(pair(rope.get("beta_fast", 32))), 0)
-        last = min(math.ceil(pair(rope.get("beta_slow", 1))), shape.d_head - 1)
+        last = min(math.ceil(pair(rope.get("beta_slow", 1))), width - 1)
         slow = np.clip((np.arange(half) - first) / ((last - first) or 0.001), 0, 1)
         return slow * plain / factor + (1 - slow) * plain
     if kind == "longrope":
-        return plain / np.asarray(rope["short_factor"])
+        is_long = shape.context > rope["original_max_position_embeddings"]
+        return plain / np.asarray(rope["long_factor" if is_long else "short_factor"])
     return plain
 
 
@@ -101,7 +112,8 @@ def rope_amplitude(shape: Shape) -> float:
     if "attention_factor" in rope:
         return float(rope["attention_factor"])
     if rope.get("rope_type") == "yarn":
-        return 0.1 * math.log(rope["factor"]) + 1
+        log = 0.1 * math.log(rope["factor"])
+        return (log + 1) / (log * rope.get("mscale_all_dim", 0) + 1)
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         return math.sqrt(1 + math.log(shape.max_positions / original) / math.log(original))
@@ -109,12 +121,23 @@ def rope_amplitude(shape: Shape) -> float:
 
 
 def rope(x: F64, frequencies: F64, amplitude: float) -> F64:
-    """Rotate `x` `[T, heads, d_head]`, row t at position t; pairs are `(i, i + d_head / 2)`."""
-    half = x.shape[-1] // 2
+    """Rotate the first `d_rope` elements of `x` `[T, heads, d_head]`, row t at position t.
+
+    Pairs are `(i, i + d_rope / 2)`.
+    """
+    half = len(frequencies)
     angle = np.arange(x.shape[0])[:, None] * frequencies
     cos, sin = amplitude * np.cos(angle)[:, None], amplitude * np.sin(angle)[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def query_factors(shape: Shape, n_tokens: int) -> F64:
+    """Return the factor of rotated queries at each position, `[T, 1, 1]`."""
+    if shape.query_scaling is None:
+        return np.ones((1, 1, 1))
+    beta, original = shape.query_scaling
+    return np.asarray(1 + beta * np.log1p(np.arange(n_tokens) // original))[:, None, None]
 
 
 def attention(shape: Shape, q: F64, k: F64, v: F64, window: int | None) -> F64:
@@ -163,9 +186,11 @@ class _Layer:
         q, k = self.head_norm(q, "self_attn.q_norm"), self.head_norm(k, "self_attn.k_norm")
         is_windowed, amplitude = bool(s.windowed) and s.windowed[self.index], rope_amplitude(s)
         if is_windowed and s.local_theta is not None:
-            half = s.d_head // 2
+            half = s.rope_width // 2
             turns, amplitude = s.local_theta ** (-np.arange(half) / half), 1.0
-        q, k = rope(q, turns, amplitude), rope(k, turns, amplitude)
+        if not s.rotated or s.rotated[self.index]:
+            q, k = rope(q, turns, amplitude), rope(k, turns, amplitude)
+        q = q * query_factors(s, t)
         mixed = self.linear(attention(s, q, k, v, s.window if is_windowed else None), "self_attn.o_proj")
         return self.norm(mixed, "attn_post_norm", s.post_norms)
 

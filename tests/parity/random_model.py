@@ -32,6 +32,13 @@ class Family:
     activation: str = "silu"
     window: str = "none"  # or "all", "switched", "from_layer", "pattern"
     local_rope: bool = False
+    unscaled_local_rope: bool = False
+    partial: tuple[float, ...] = (1.0,)  # rotated shares of a head
+    unrotated: bool = False  # some layers are not rotated
+    scaled_queries: bool = False
+    neighbors: bool = False  # pairs are rows 2i and 2i + 1 in a folder
+    gguf_neighbors: bool = False  # and in a GGUF file
+    fused: tuple[str, ...] = ()  # "qkv", "gate_up": projections in one tensor
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     multipliers: bool = False
     scalar: bool = False
@@ -45,6 +52,12 @@ _FOUR_NORMS = (
     ("attn_post_norm", "post_attention_layernorm"),
     ("ffn_post_norm", "post_feedforward_layernorm"),
 )
+_OLMO: dict[str, Any] = {
+    "qk_norm": "projection",
+    "pre_norms": False,
+    "post_norms": True,
+    "renamed": _FOUR_NORMS,
+}
 _MIXTRAL = (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"), ("mlp.", "block_sparse_moe."))
 _GEMMA: dict[str, Any] = {
     "post_norms": True,
@@ -56,25 +69,27 @@ _GEMMA: dict[str, Any] = {
 }
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama"),
+    "llama": Family("LlamaForCausalLM", "llama", gguf_neighbors=True),
     "mistral": Family("MistralForCausalLM", window="all"),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window="from_layer"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", qk_norm="head", window="from_layer"),
-    "phi3": Family("Phi3ForCausalLM", "phi3", window="all", ropes=("default", "longrope")),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        "olmo2",
-        qk_norm="projection",
-        pre_norms=False,
-        post_norms=True,
-        renamed=_FOUR_NORMS,
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        window="all",
+        ropes=("default", "longrope"),
+        partial=(1.0, 0.75, 0.5),
+        fused=("qkv", "gate_up"),
     ),
-    "granite": Family("GraniteForCausalLM", "granite", multipliers=True),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", **_OLMO),
+    "granite": Family("GraniteForCausalLM", "granite", multipliers=True, gguf_neighbors=True),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", "gemma3", qk_norm="head", local_rope=True, soft_caps=("final",), **_GEMMA
     ),
-    "mixtral": Family("MixtralForCausalLM", "llama", window="all", experts=True, renamed=_MIXTRAL),
+    "mixtral": Family(
+        "MixtralForCausalLM", "llama", window="all", experts=True, gguf_neighbors=True, renamed=_MIXTRAL
+    ),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", "qwen3moe", qk_norm="head", window="switched", experts=True),
 }
 
@@ -84,12 +99,16 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
     """Draw odd sizes: only an even `d_head` and whole groups of heads are required. `gguf`: only what a GGUF
     file can express."""
     facts = FAMILIES[family]
-    n_layers, n_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    # Five layers have one that is not rotated where a file has no key for it.
+    n_layers = draw(st.sampled_from([1, 5]) if facts.unrotated else st.integers(1, 3))
+    n_kv_heads = draw(st.integers(1, 3))
     n_heads, d_head = n_kv_heads * draw(st.integers(1, 4)), 2 * draw(st.integers(2, 40))
-    d_model = draw(st.integers(3, 70))
+    d_model, share = draw(st.integers(3, 70)), draw(st.sampled_from(facts.partial))
     scale = st.sampled_from([0.25, 0.5, 1.5])
     cap = st.sampled_from([2.0, 30.0]) if gguf else st.sampled_from([None, 2.0, 30.0])
     window, windowed = draw(_windows(facts, n_layers, gguf))
+    theta, rope = draw(st.sampled_from([1e4, 5e5, 1e6])), draw(_ropes(facts, d_rope(d_head, share)))
+    every = 4 if gguf else draw(st.integers(1, 4))
     n_experts = draw(st.integers(2, 6))
     multiplied = {name: draw(scale) for name in _MULTIPLIERS} if facts.multipliers else {}
     if facts.activation == "gelu_tanh":
@@ -104,13 +123,18 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
         d_head=d_head,
         d_ff=draw(st.integers(1, 90)),
         vocab_size=draw(st.integers(10, 130)),
-        rope_theta=draw(st.sampled_from([1e4, 5e5, 1e6])),
+        rope_theta=theta,
         rms_eps=draw(st.sampled_from([1e-6, 1e-5])),
         qkv_bias=facts.qkv_bias,
         qk_norm=facts.qk_norm,
         tied=draw(st.booleans()),
-        rope=draw(_ropes(facts, d_head)),
-        local_theta=(1e4 if gguf else draw(st.sampled_from([1e4, 1e3]))) if facts.local_rope else None,
+        rope=rope,
+        d_rope=d_rope(d_head, share),
+        rotated=tuple((i + 1) % every != 0 for i in range(n_layers)) if facts.unrotated else (),
+        query_scaling=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+        if facts.scaled_queries
+        else None,
+        local_theta=draw(_local_theta(facts, theta, gguf)),
         window=window,
         windowed=windowed,
         pre_norms=facts.pre_norms,
@@ -129,7 +153,24 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
     )
 
 
+def d_rope(d_head: int, share: float) -> int:
+    """Return the rotated width of a head: an even number from 2."""
+    return d_head if share == 1.0 else max(2, int(d_head * share) // 2 * 2)
+
+
+@st.composite
+def _local_theta(draw: st.DrawFn, facts: Family, theta: float, gguf: bool) -> float | None:
+    if facts.unscaled_local_rope:
+        return theta
+    if not facts.local_rope:
+        return None
+    return 1e4 if gguf else draw(st.sampled_from([1e4, 1e3]))
+
+
 _MULTIPLIERS = ("embed_scale", "residual_scale", "logit_scale", "score_scale")
+
+
+_GGUF_WINDOWS = ("phi3", "gemma2", "gemma3", "olmo2", "mistral3")
 
 
 @st.composite
@@ -137,7 +178,7 @@ def _windows(
     draw: st.DrawFn, facts: Family, n_layers: int, gguf: bool
 ) -> tuple[int | None, tuple[bool, ...]]:
     # GGUF files of these families have no key for a window.
-    if facts.window == "none" or (gguf and facts.gguf not in ("phi3", "gemma2", "gemma3")):
+    if facts.window == "none" or (gguf and facts.gguf not in _GGUF_WINDOWS):
         return None, ()
     window = draw(st.sampled_from([None, 1, 7, 20, 33]) if facts.window != "pattern" else st.integers(1, 33))
     if facts.window in ("all", "switched"):
@@ -145,12 +186,15 @@ def _windows(
     if facts.window == "from_layer":
         first = draw(st.integers(0, n_layers))
         return window, tuple(window is not None and i >= first for i in range(n_layers))
+    if facts.unscaled_local_rope:
+        # A file states which layers have a window.
+        return window, tuple(draw(st.booleans()) for _ in range(n_layers))
     every = 2 if facts.gguf == "gemma2" else 6 if gguf else draw(st.integers(1, 3))
     return window, tuple((i + 1) % every != 0 for i in range(n_layers))
 
 
 @st.composite
-def _ropes(draw: st.DrawFn, facts: Family, d_head: int) -> dict[str, Any]:
+def _ropes(draw: st.DrawFn, facts: Family, width: int) -> dict[str, Any]:
     kind = draw(st.sampled_from(facts.ropes))
     original = draw(st.sampled_from([16, 64]))
     factor = draw(st.sampled_from([2.0, 8.0]))
@@ -166,6 +210,9 @@ def _ropes(draw: st.DrawFn, facts: Family, d_head: int) -> dict[str, Any]:
         }
     if kind == "yarn":
         betas = draw(st.sampled_from([{}, {"beta_fast": 8.0, "beta_slow": 0.5}]))
+        if facts.scaled_queries:
+            betas = {**betas, "mscale": 1.0, "mscale_all_dim": draw(st.sampled_from([1.0, 0.5]))}
+            betas["llama_4_scaling_beta"] = draw(st.sampled_from([0.1, 0.5]))
         return {
             "rope_type": kind,
             "factor": factor,
@@ -174,10 +221,10 @@ def _ropes(draw: st.DrawFn, facts: Family, d_head: int) -> dict[str, Any]:
         }
     if kind == "longrope":
         numbers = st.floats(1, 8, width=32)
-        factors = draw(st.lists(numbers, min_size=d_head // 2, max_size=d_head // 2))
+        factors = draw(st.lists(numbers, min_size=width // 2, max_size=width // 2))
         return {
             "rope_type": kind,
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": original,
             "short_factor": factors,
             "long_factor": [2 * factor for factor in factors],
         }
@@ -247,6 +294,12 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
         "eos_token_id": 1,
         **_window_keys(facts, shape),
     }
+    if shape.rope_width != shape.d_head or facts.partial != (1.0,):
+        # Half an element more, because the product is rounded down.
+        is_part = shape.rope_width < shape.d_head
+        config["partial_rotary_factor"] = (shape.rope_width + 0.5) / shape.d_head if is_part else 1.0
+    if shape.rotated:
+        config["no_rope_layers"] = [int(is_rotated) for is_rotated in shape.rotated]
     if facts.activation == "gelu_tanh":
         config["hidden_activation"] = "gelu_pytorch_tanh"
     if facts.multipliers:
@@ -310,10 +363,12 @@ def _rope_keys(shape: Shape, old_spelling: bool) -> dict[str, object]:
 
 
 def folder_weights(family: str, shape: Shape, weights: Weights) -> dict[str, NDArray[np.float32]]:
-    """Return the tensors of a folder: renamed, with norm offsets subtracted and projections fused."""
+    """Return the tensors of a folder: renamed, reordered, fused, and with norm offsets subtracted."""
     facts = FAMILIES[family]
     stored = {}
-    for name, value in weights.items():
+    if facts.neighbors:
+        weights = neighbors(shape, weights)
+    for name, value in fuse(family, shape, weights).items():
         ours = name
         for old, new in facts.renamed:
             # Norms swap names, so each is renamed once; the name of an expert changes in two places.
@@ -321,14 +376,35 @@ def folder_weights(family: str, shape: Shape, weights: Weights) -> dict[str, NDA
                 ours = ours.replace(old, new)
         is_norm = value.ndim == 1 and "norm" in name
         stored[ours] = value - np.float32(facts.norm_offset) if is_norm else value
-    if family == "phi3":
-        for i in range(shape.n_layers):
-            layer = f"model.layers.{i}."
-            qkv = [stored.pop(f"{layer}self_attn.{part}_proj.weight") for part in "qkv"]
-            both = [stored.pop(f"{layer}mlp.{part}_proj.weight") for part in ("gate", "up")]
-            stored[layer + "self_attn.qkv_proj.weight"] = np.concatenate(qkv)
-            stored[layer + "mlp.gate_up_proj.weight"] = np.concatenate(both)
     return stored
+
+
+def fuse(family: str, shape: Shape, weights: Weights) -> dict[str, NDArray[np.float32]]:
+    """Return weights with the projections that the family stores in one tensor."""
+    stored = dict(weights)
+    for i in range(shape.n_layers):
+        for name in FAMILIES[family].fused:
+            prefix, parts = FUSED[name]
+            names = [f"model.layers.{i}.{prefix}.{part}_proj.weight" for part in parts]
+            both = np.concatenate([stored.pop(part) for part in names])
+            stored[f"model.layers.{i}.{prefix}.{name}_proj.weight"] = both
+    return stored
+
+
+FUSED = {"qkv": ("self_attn", ("q", "k", "v")), "gate_up": ("mlp", ("gate", "up"))}
+
+
+def neighbors(shape: Shape, weights: Weights, *, undo: bool = False) -> dict[str, NDArray[np.float32]]:
+    """Return weights whose rotary pairs are rows 2i and 2i + 1 of a head of q and k; `undo`: the inverse."""
+    half = shape.rope_width // 2
+    order = np.arange(shape.d_head)
+    order[: 2 * half] = np.arange(2 * half).reshape((2, half) if not undo else (half, 2)).T.reshape(-1)
+    out = dict(weights)
+    for name, value in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+            heads = value.reshape(-1, shape.d_head, *value.shape[1:])
+            out[name] = heads[:, order].reshape(value.shape)
+    return out
 
 
 def write_model(

@@ -12,7 +12,7 @@ use llaisys_core::dtype::KvDType;
 use llaisys_core::ops::cases::attention::{AttentionCase, AttentionInput, Placement, Sequence};
 use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::dispatch::Kernels;
-use llaisys_core::ops::{self, OpContext, Queries, attention, reference};
+use llaisys_core::ops::{self, HeadWidths, OpContext, Queries, attention, reference};
 use llaisys_core::threads::Pool;
 use std::hint::black_box;
 
@@ -115,7 +115,7 @@ fn row_wise(c: &mut Criterion) {
         });
         group.bench_function(BenchmarkId::new("rope", n), |b| {
             let angles = &angles[..n * D_HEAD / 2];
-            b.iter(|| ops::rope(&cx, &mut y[..n * D_MODEL], D_HEAD, angles, angles));
+            b.iter(|| ops::rope(&cx, &mut y[..n * D_MODEL], HeadWidths::whole(D_HEAD), angles, angles));
         });
     }
     let logits = draw.values(Size::Unit, VOCAB_SIZE);

@@ -24,8 +24,8 @@ use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
 use llaisys_core::ops::{
-    self, AttentionRow, AttentionRows, Gate, LinearPart, OpContext, PrunedArgmaxScratch, Queries, RopeTable,
-    Scoring,
+    self, AttentionRow, AttentionRows, Gate, HeadWidths, LinearPart, OpContext, PrunedArgmaxScratch, Queries,
+    RopeTable, Scoring,
 };
 use llaisys_core::tensor::{AlignedBuf, KvLayer, KvLayerMut, RowView};
 use llaisys_core::threads::{Pool, share};
@@ -276,8 +276,8 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
         let qkv = [part(&layer.qkv[0]), part(&layer.qkv[1]), part(&layer.qkv[2])];
         ops::linear(cx, &r.normed, &qkv, &mut [&mut r.q, &mut r.k, &mut r.v]);
         laps.lap(2);
-        ops::rope(cx, &mut r.q, D_HEAD, &r.cos, &r.sin);
-        ops::rope(cx, &mut r.k, D_HEAD, &r.cos, &r.sin);
+        ops::rope(cx, &mut r.q, HeadWidths::whole(D_HEAD), &r.cos, &r.sin);
+        ops::rope(cx, &mut r.k, HeadWidths::whole(D_HEAD), &r.cos, &r.sin);
         laps.lap(3);
         let (dtype, n_kv_heads, d_head) = (KvDType::Bfloat16, model.shape.n_kv_heads, D_HEAD);
         let (k, v) = (&mut layer.k, &mut layer.v);

@@ -90,7 +90,8 @@ class EngineConfig(BaseModel):
         None,
         ge=1,
         description="context of one request, in tokens (default: the model's); lower it to fit more requests "
-        "in the KV cache",
+        "in the KV cache. Above its original context (4096 for Phi-4-mini), a LongRoPE model uses its long "
+        "factors for every request",
     )
     max_num_seqs: int = Field(
         64,

@@ -1,10 +1,11 @@
 //! The checked hyper-parameters of a model, from any container.
 
 use crate::arch::bounds::{bounded, check_id};
-use crate::arch::rope::RopeConfig;
+use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
 use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{ExpertPart, LayerWeight, NameTable, WeightId};
 use crate::error::FormatError;
+use crate::ops::HeadWidths;
 
 /// The hyper-parameters of the forward pass. Only [`crate::load::checkpoint::Checkpoint::open`] creates them, so every
 /// value is within the bounds below, `d_head` is even, `n_kv_heads` divides `n_heads`, and ids are below `vocab_size`.
@@ -34,10 +35,18 @@ pub struct ModelConfig {
     pub max_positions: usize,
     /// Added to the mean square in every norm.
     pub rms_eps: f32,
+    /// Elements of a head that are rotated, the first ones.
+    pub d_rope: usize,
     /// The rotary embedding.
     pub rope: RopeConfig,
+    /// The rotary embedding instead of `rope` in a long context; [`ModelConfig::choose_rope`] decides.
+    pub long_rope: Option<LongRope>,
     /// The rotary embedding of layers with a window, where it differs.
     pub local_rope: Option<RopeConfig>,
+    /// Which layers are rotated. `[n_layers]`
+    pub rotated: Vec<bool>,
+    /// Scaling of rotated queries by position.
+    pub query_scaling: Option<QueryScaling>,
     /// Positions that a layer with a sliding window sees, including the row's own.
     pub window: Option<usize>,
     /// Which layers have the window. `[n_layers]`
@@ -109,8 +118,13 @@ impl ModelConfig {
             bounded(what, size(self) as f64, 1.0, max as f64)?;
         }
         bounded("the epsilon of the norms", f64::from(self.rms_eps), RMS_EPS.0, RMS_EPS.1)?;
-        for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
-            rope.check(self.d_head)?;
+        bounded("the rotated width of a head", self.d_rope as f64, 2.0, self.d_head as f64)?;
+        let long_rope = self.long_rope.as_ref().map(|long| &long.rope);
+        for rope in [Some(&self.rope), long_rope, self.local_rope.as_ref()].into_iter().flatten() {
+            rope.check(self.d_rope)?;
+        }
+        if let Some(scaling) = &self.query_scaling {
+            scaling.check()?;
         }
         self.check_scales()?;
         if let Some(window) = self.window {
@@ -120,10 +134,10 @@ impl ModelConfig {
             bounded("the number of experts", experts.n as f64, 1.0, EXPERTS_MAX as f64)?;
             bounded("the number of experts used", experts.n_used as f64, 1.0, experts.n as f64)?;
         }
-        let even =
-            FormatError::NotAMultiple { what: "the head width", got: self.d_head, of: "a pair", divisor: 2 };
-        if !self.d_head.is_multiple_of(2) {
-            return Err(even);
+        for (what, got) in [("the head width", self.d_head), ("the rotated width of a head", self.d_rope)] {
+            if !got.is_multiple_of(2) {
+                return Err(FormatError::NotAMultiple { what, got, of: "a pair", divisor: 2 });
+            }
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let (got, divisor) = (self.n_heads, self.n_kv_heads);
@@ -153,6 +167,19 @@ impl ModelConfig {
             .into_iter()
             .filter_map(|(what, scale)| scale.map(|scale| (what, scale)))
             .try_for_each(|(what, scale)| bounded(what, f64::from(scale), SCALE.0, SCALE.1))
+    }
+
+    /// Chooses the rotary embedding of a context of `max_model_len` positions, once for all of its sequences. The keys of
+    /// one choice are wrong with the other, so a sequence cannot grow from one into the other.
+    pub fn choose_rope(&mut self, max_model_len: usize) {
+        if let Some(long) = self.long_rope.take().filter(|long| max_model_len > long.original) {
+            self.rope = long.rope;
+        }
+    }
+
+    /// The width of heads, and of their rotated part.
+    pub fn head_widths(&self) -> HeadWidths {
+        HeadWidths { d_head: self.d_head, d_rope: self.d_rope }
     }
 
     /// The window of layer `index`; None if it sees all positions.

@@ -7,6 +7,78 @@ use crate::error::FormatError;
 use crate::ops::RopeTable;
 use std::f64::consts::TAU;
 
+/// How the models of an architecture rotate queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeRules {
+    /// Base of the frequencies where `config.json` has none.
+    pub theta_default: f64,
+    /// The rotated share of each head where `config.json` has none. None: whole heads, and a file with another share
+    /// is rejected.
+    pub partial_default: Option<f64>,
+    /// Every n-th layer is not rotated where `config.json` does not list the layers. None: all layers are rotated.
+    pub unrotated_every: Option<usize>,
+    /// The rotary embedding of layers with a window.
+    pub local: LocalRope,
+    /// Rotated queries are multiplied by a factor that grows with the position, if the file has its keys.
+    pub scaled_queries: bool,
+}
+
+impl RopeRules {
+    /// Whole heads of all layers are rotated alike.
+    pub const PLAIN: Self = Self {
+        theta_default: 10_000.0,
+        partial_default: None,
+        unrotated_every: None,
+        local: LocalRope::Same,
+        scaled_queries: false,
+    };
+}
+
+/// The rotary embedding of layers with a window.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LocalRope {
+    /// That of the other layers.
+    Same,
+    /// One without scaling, of a base with its own key; this is the default.
+    Base(f64),
+    /// That of the other layers without their scaling.
+    Unscaled,
+}
+
+/// Scaling of rotated queries at position p by `1 + beta ln(1 + floor(p / original))`. Keys are not scaled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryScaling {
+    /// Growth of the factor.
+    pub beta: f64,
+    /// Positions of the original context.
+    pub original: f64,
+}
+
+impl QueryScaling {
+    /// Checks that all numbers are within their bounds.
+    pub(crate) fn check(&self) -> Result<(), FormatError> {
+        bounded("the scaling of queries", self.beta, BETA.0, BETA.1)?;
+        bounded("the rope's original context", self.original, POSITIONS.0, POSITIONS.1)
+    }
+
+    /// Computes the factor at each position, rounded once. `positions`, `factors`: `[n]`.
+    pub fn factors(&self, positions: &[i32], factors: &mut [f32]) {
+        for (factor, &position) in factors.iter_mut().zip(positions) {
+            *factor = (1.0 + self.beta * (f64::from(position) / self.original).floor().ln_1p()) as f32;
+        }
+    }
+}
+
+/// The rotary embedding of contexts that are longer than the original one (LongRoPE, arXiv:2402.13753). It applies to
+/// all positions of such a context, the first ones included.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongRope {
+    /// Positions of the original context.
+    pub original: usize,
+    /// The rotary embedding.
+    pub rope: RopeConfig,
+}
+
 /// The rotary embedding of some layers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeConfig {
@@ -16,7 +88,7 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
 }
 
-/// Scaling of the frequencies `theta^(-2i / d_head)`.
+/// Scaling of the frequencies `theta^(-2i / d_rope)`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// None.
@@ -54,7 +126,7 @@ pub enum RopeScaling {
     },
     /// The frequency of each pair is divided by its own factor.
     PerPair {
-        /// `[d_head / 2]`; empty until the tensor with the factors is read.
+        /// `[d_rope / 2]`; empty until the tensor with the factors is read.
         factors: Vec<f32>,
         /// Cosine and sine are multiplied by this.
         amplitude: f64,
@@ -66,6 +138,7 @@ const POSITIONS: (f64, f64) = (1.0, (1 << 24) as f64);
 const ROTATIONS: (f64, f64) = (1e-6, 1e6);
 const AMPLITUDE: (f64, f64) = (1e-3, 1e3);
 const THETA: (f64, f64) = (1.0, 1e12);
+const BETA: (f64, f64) = (1e-6, 1e3);
 
 impl RopeConfig {
     /// A rotary embedding without scaling.
@@ -74,7 +147,7 @@ impl RopeConfig {
     }
 
     /// Checks that all numbers are within their bounds.
-    pub(crate) fn check(&self, d_head: usize) -> Result<(), FormatError> {
+    pub(crate) fn check(&self, d_rope: usize) -> Result<(), FormatError> {
         let within = |what, got, (min, max)| bounded(what, got, min, max);
         within("the rope base", self.theta, THETA)?;
         match &self.scaling {
@@ -98,9 +171,9 @@ impl RopeConfig {
             }
             RopeScaling::PerPair { factors, amplitude } => {
                 within("the rope's attention factor", *amplitude, AMPLITUDE)?;
-                let (got, want) = (factors.len(), d_head / 2);
+                let (got, want) = (factors.len(), d_rope / 2);
                 if got != 0 && got != want {
-                    let (what, other) = ("the number of rope factors", "half the head width");
+                    let (what, other) = ("the number of rope factors", "half the rotated width of a head");
                     return Err(FormatError::Disagree { what, got: got as u64, other, want: want as u64 });
                 }
                 factors.iter().try_for_each(|&factor| within("a rope factor", f64::from(factor), FACTOR))
@@ -108,9 +181,9 @@ impl RopeConfig {
         }
     }
 
-    /// The frequency table for heads of `d_head` elements.
-    pub fn table(&self, d_head: usize) -> RopeTable {
-        let plain = RopeTable::new(d_head, self.theta);
+    /// The frequency table for heads of which `d_rope` elements are rotated.
+    pub fn table(&self, d_rope: usize) -> RopeTable {
+        let plain = RopeTable::new(d_rope, self.theta);
         match &self.scaling {
             RopeScaling::None => plain,
             RopeScaling::Linear { factor } => plain.scaled(1.0, |_, f| f / factor),
@@ -121,11 +194,11 @@ impl RopeConfig {
             }),
             RopeScaling::Yarn { factor, beta_fast, beta_slow, original, truncate, amplitude } => {
                 let pair = |rotations: f64| {
-                    d_head as f64 * (original / (rotations * TAU)).ln() / (2.0 * self.theta.ln())
+                    d_rope as f64 * (original / (rotations * TAU)).ln() / (2.0 * self.theta.ln())
                 };
                 let (first, last) = (pair(*beta_fast), pair(*beta_slow));
                 let (first, last) = if *truncate { (first.floor(), last.ceil()) } else { (first, last) };
-                let (first, last) = (first.max(0.0), last.min((d_head - 1) as f64));
+                let (first, last) = (first.max(0.0), last.min((d_rope - 1) as f64));
                 let last = if first == last { last + 0.001 } else { last };
                 plain.scaled(*amplitude as f32, |i, f| {
                     let slow = ((i as f64 - first) / (last - first)).clamp(0.0, 1.0);

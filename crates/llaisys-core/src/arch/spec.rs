@@ -1,12 +1,13 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+use crate::arch::rope::{LocalRope, RopeRules};
 use crate::arch::weight_id::{
     FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
     MIXTRAL_FOLDER_NAMES, NameTable,
 };
 use crate::error::Unsupported;
-use crate::ops::Gate;
+use crate::ops::{Gate, HeadWidths};
 
 pub use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
 
@@ -18,7 +19,7 @@ pub struct ArchSpec {
     /// `model_type` of `config.json`, used if it names no architecture.
     pub model_type: &'static str,
     /// `general.architecture` of a GGUF file. Of several rows that share it, the first one applies that has experts
-    /// exactly if the model has.
+    /// exactly if the model has; one with windows in some layers precedes it if the file has a window.
     pub gguf_architecture: &'static str,
     /// The q, k and v projections add a bias.
     pub qkv_bias: bool,
@@ -34,6 +35,8 @@ pub struct ArchSpec {
     pub activation: Activation,
     /// `head_dim` where `config.json` has none; None: `hidden_size / num_attention_heads`.
     pub d_head_default: Option<usize>,
+    /// Epsilon of the norms where `config.json` has none.
+    pub rms_eps_default: f64,
     /// Whether the head is tied where `config.json` does not state it.
     pub tied_default: bool,
     /// Embeddings are multiplied by `sqrt(d_model)`.
@@ -48,10 +51,12 @@ pub struct ArchSpec {
     pub logit_soft_cap: SoftCap,
     /// Which layers have a sliding window.
     pub window: WindowRule,
-    /// Rope base of layers with a window, where it differs from the other layers.
-    pub local_theta: Option<f64>,
+    /// How queries and keys are rotated.
+    pub rope: RopeRules,
     /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
+    /// Row order of q and k in a folder.
+    pub folder_rope_rows: RopeRows,
     /// Row order of q and k in a GGUF file.
     pub gguf_rope_rows: RopeRows,
     /// Names in a folder.
@@ -137,25 +142,27 @@ pub struct ExpertKeys {
     pub normalize: Option<&'static str>,
 }
 
-/// The order in which the rows of a head of q and k are stored.
+/// The order in which the rotated rows of a head of q and k are stored. Rows that are not rotated follow them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopeRows {
-    /// The pair of row `i` is row `i + d_head / 2`: the order of this crate and of transformers.
+    /// The pair of row `i` is row `i + d_rope / 2`: the order of this crate and of most folders.
     HalfSplit,
-    /// The pair of row `2i` is row `2i + 1`: the order that llama.cpp's converter writes for Llama checkpoints.
+    /// The pair of row `2i` is row `2i + 1`: the order that llama.cpp's converter writes for Llama checkpoints, and that
+    /// of some folders.
     Interleaved,
 }
 
 impl RopeRows {
-    /// The stored row of row `n` in half-split order. The matrix consists of whole heads of `d_head` rows.
-    pub fn stored_row(self, n: usize, d_head: usize) -> usize {
+    /// The stored row of row `n` in half-split order. The matrix consists of whole heads.
+    pub fn stored_row(self, n: usize, widths: HeadWidths) -> usize {
+        let HeadWidths { d_head, d_rope } = widths;
+        let (head, row) = (n / d_head, n % d_head);
         match self {
-            RopeRows::HalfSplit => n,
-            RopeRows::Interleaved => {
-                let (head, row) = (n / d_head, n % d_head);
-                let half = d_head / 2;
+            RopeRows::Interleaved if row < d_rope => {
+                let half = d_rope / 2;
                 head * d_head + 2 * (row % half) + row / half
             }
+            RopeRows::Interleaved | RopeRows::HalfSplit => n,
         }
     }
 }
@@ -172,6 +179,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     folder_norm_offset: 0.0,
     activation: Activation::Silu,
     d_head_default: None,
+    rms_eps_default: 1e-6,
     tied_default: false,
     embed_sqrt: false,
     multipliers: false,
@@ -179,8 +187,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     attn_soft_cap: SoftCap::Unsupported,
     logit_soft_cap: SoftCap::Unsupported,
     window: WindowRule::Unsupported,
-    local_theta: None,
+    rope: RopeRules::PLAIN,
     experts: None,
+    folder_rope_rows: RopeRows::HalfSplit,
     gguf_rope_rows: RopeRows::Interleaved,
     folder_names: &FOLDER_NAMES,
     gguf_names: &GGUF_NAMES,
@@ -217,12 +226,14 @@ pub const QWEN3: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
-/// Phi-3 and 3.5.
+/// Phi-3, 3.5 and Phi-4-mini.
 pub const PHI3: ArchSpec = ArchSpec {
     architecture: "Phi3ForCausalLM",
     model_type: "phi3",
     gguf_architecture: "phi3",
+    rms_eps_default: 1e-5,
     window: WindowRule::All(None),
+    rope: RopeRules { partial_default: Some(1.0), ..RopeRules::PLAIN },
     gguf_rope_rows: RopeRows::HalfSplit,
     folder_names: &FUSED_FOLDER_NAMES,
     gguf_names: &FUSED_GGUF_NAMES,
@@ -237,6 +248,7 @@ pub const OLMO2: ArchSpec = ArchSpec {
     qk_norm: QkNorm::Projection,
     pre_norms: false,
     post_norms: true,
+    rms_eps_default: 1e-5,
     gguf_rope_rows: RopeRows::HalfSplit,
     folder_names: &FOUR_NORM_FOLDER_NAMES,
     ..LLAMA
@@ -281,7 +293,7 @@ pub const GEMMA3: ArchSpec = ArchSpec {
     attn_soft_cap: SoftCap::Unsupported,
     logit_soft_cap: SoftCap::Stated(None),
     window: WindowRule::AllButEvery(6),
-    local_theta: Some(1e4),
+    rope: RopeRules { theta_default: 1e6, local: LocalRope::Base(1e4), ..RopeRules::PLAIN },
     ..GEMMA2
 };
 
@@ -289,7 +301,9 @@ pub const GEMMA3: ArchSpec = ArchSpec {
 pub const MIXTRAL: ArchSpec = ArchSpec {
     architecture: "MixtralForCausalLM",
     model_type: "mixtral",
+    rms_eps_default: 1e-5,
     window: WindowRule::All(None),
+    rope: RopeRules { theta_default: 1e6, ..RopeRules::PLAIN },
     experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", normalize: None }),
     folder_names: &MIXTRAL_FOLDER_NAMES,
     ..LLAMA
@@ -324,11 +338,14 @@ pub fn find(name: &str, spelling: fn(&ArchSpec) -> &'static str) -> Result<&'sta
     })
 }
 
-/// Returns the row of a GGUF architecture with or without experts. Errors: as [`find`]; there is no such row.
-pub fn find_gguf(name: &str, n_experts: usize) -> Result<&'static ArchSpec, Unsupported> {
+/// Returns the row of a GGUF architecture with or without experts, and with windows in some layers if there is one and
+/// the file has a window. Errors: as [`find`]; there is no such row.
+pub fn find_gguf(name: &str, n_experts: usize, has_window: bool) -> Result<&'static ArchSpec, Unsupported> {
     let first = find(name, |arch| arch.gguf_architecture)?;
-    let mut rows = ARCHITECTURES.iter().filter(|arch| arch.gguf_architecture == first.gguf_architecture);
-    rows.find(|arch| arch.experts.is_some() == (n_experts > 0)).ok_or_else(|| Unsupported::Feature {
+    let rows = ARCHITECTURES.iter().filter(|arch| arch.gguf_architecture == first.gguf_architecture);
+    let mut rows = rows.filter(|arch| arch.experts.is_some() == (n_experts > 0));
+    let windowed = |arch: &&ArchSpec| has_window && matches!(arch.window, WindowRule::AllButEvery(_));
+    rows.clone().find(windowed).or(rows.next()).ok_or_else(|| Unsupported::Feature {
         what: "a mixture of experts",
         value: format!("{name}.expert_count = {n_experts}"),
         supported: if first.experts.is_some() { "models with experts" } else { "dense models" },

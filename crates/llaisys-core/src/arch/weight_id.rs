@@ -96,9 +96,11 @@ pub type Names = &'static [(LayerWeight, &'static str)];
 pub struct NameTable {
     /// Name of [`WeightId::Embed`].
     pub embed: &'static str,
-    /// Name of the tensor `[d_head / 2]` by which rope frequencies are divided, in GGUF files. It is part of the
+    /// Name of the tensor `[d_rope / 2]` by which rope frequencies are divided, in GGUF files. It is part of the
     /// configuration, not a weight.
     pub rope_factors: &'static str,
+    /// As `rope_factors`, of contexts that are longer than the original one.
+    pub rope_factors_long: &'static str,
     /// Name of [`WeightId::OutputNorm`].
     pub output_norm: &'static str,
     /// Name of [`WeightId::LmHead`].
@@ -147,6 +149,7 @@ const FEED_FORWARD: Names = &[
 pub const FOLDER_NAMES: NameTable = NameTable {
     embed: "model.embed_tokens.weight",
     rope_factors: "",
+    rope_factors_long: "",
     output_norm: "model.norm.weight",
     lm_head: "lm_head.weight",
     layer: "model.layers.",
@@ -195,26 +198,29 @@ const GGUF_NORMS: Names = &[
     (LayerWeight::FfnPostNorm, "post_ffw_norm.weight"),
 ];
 
+const GGUF_ATTENTION: Names = &[
+    (LayerWeight::Q, "attn_q.weight"),
+    (LayerWeight::K, "attn_k.weight"),
+    (LayerWeight::V, "attn_v.weight"),
+    (LayerWeight::QBias, "attn_q.bias"),
+    (LayerWeight::KBias, "attn_k.bias"),
+    (LayerWeight::VBias, "attn_v.bias"),
+    (LayerWeight::QNorm, "attn_q_norm.weight"),
+    (LayerWeight::KNorm, "attn_k_norm.weight"),
+    (LayerWeight::O, "attn_output.weight"),
+];
+
 /// Names in a GGUF file (the GGUF specification's standardized tensor names).
 pub const GGUF_NAMES: NameTable = NameTable {
     embed: "token_embd.weight",
     rope_factors: "rope_freqs.weight",
+    rope_factors_long: "",
     output_norm: "output_norm.weight",
     lm_head: "output.weight",
     layer: "blk.",
     in_layer: &[
         GGUF_NORMS,
-        &[
-            (LayerWeight::Q, "attn_q.weight"),
-            (LayerWeight::K, "attn_k.weight"),
-            (LayerWeight::V, "attn_v.weight"),
-            (LayerWeight::QBias, "attn_q.bias"),
-            (LayerWeight::KBias, "attn_k.bias"),
-            (LayerWeight::VBias, "attn_v.bias"),
-            (LayerWeight::QNorm, "attn_q_norm.weight"),
-            (LayerWeight::KNorm, "attn_k_norm.weight"),
-            (LayerWeight::O, "attn_output.weight"),
-        ],
+        GGUF_ATTENTION,
         &[
             (LayerWeight::Gate, "ffn_gate.weight"),
             (LayerWeight::Up, "ffn_up.weight"),
@@ -231,6 +237,7 @@ pub const GGUF_NAMES: NameTable = NameTable {
 /// Names in a GGUF file of Phi-3: the fused gate and up projections have the name of up.
 pub const FUSED_GGUF_NAMES: NameTable = NameTable {
     rope_factors: "rope_factors_short.weight",
+    rope_factors_long: "rope_factors_long.weight",
     in_layer: &[
         GGUF_NORMS,
         &[
@@ -240,8 +247,6 @@ pub const FUSED_GGUF_NAMES: NameTable = NameTable {
             (LayerWeight::Down, "ffn_down.weight"),
         ],
     ],
-    // Factors for positions that are rejected: the supported context ends where they begin to apply.
-    ignored_endings: &["rope_factors_long.weight"],
     ..GGUF_NAMES
 };
 

@@ -227,7 +227,9 @@ impl Backend for CpuBackend {
     fn shift_cells(&mut self, cells: &[u32], delta: i32) -> Result<()> {
         for Rank { decoder, ops, storage, .. } in &mut self.ranks {
             for layer in 0..decoder.config().n_layers {
-                rope_shift(ops, storage.layer_mut(layer), cells, delta, decoder.rope(layer));
+                if let Some(rope) = decoder.rope(layer) {
+                    rope_shift(ops, storage.layer_mut(layer), cells, delta, rope);
+                }
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 
 use super::ContextConfig;
 use crate::arch::config::{Experts, ModelConfig};
-use crate::arch::rope::{RopeConfig, RopeScaling};
+use crate::arch::rope::{QueryScaling, RopeConfig, RopeScaling};
 use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
@@ -100,8 +100,13 @@ impl Text {
             vocab_size,
             max_positions,
             rms_eps,
+            d_rope,
             rope,
+            // `rope` is the chosen one.
+            long_rope: _,
             local_rope,
+            rotated,
+            query_scaling,
             window,
             windowed,
             score_scale,
@@ -132,10 +137,20 @@ impl Text {
         if let Some(rope) = local_rope {
             self.rope("local_rope", rope);
         }
+        // What most models do not have is written only where it is present, so that their text stays the same.
+        if d_rope != d_head {
+            self.put("d_rope", d_rope);
+        }
+        if rotated.contains(&false) {
+            self.layers("rotated", rotated);
+        }
+        if let Some(QueryScaling { beta, original }) = query_scaling {
+            self.f64("query_scaling.beta", *beta);
+            self.f64("query_scaling.original", *original);
+        }
         if let Some(window) = window {
             self.put("window", window);
-            let layers: String = windowed.iter().map(|&windowed| if windowed { '1' } else { '0' }).collect();
-            self.put("windowed", layers);
+            self.layers("windowed", windowed);
         }
         self.f32("score_scale", *score_scale);
         for (key, cap) in [("attn_soft_cap", attn_soft_cap), ("logit_soft_cap", logit_soft_cap)] {
@@ -156,6 +171,12 @@ impl Text {
         self.put("qk_norm", qk_norm);
     }
 
+    /// Writes a 1 for each layer that has a property, and a 0 for each other one.
+    fn layers(&mut self, key: &str, layers: &[bool]) {
+        let layers: String = layers.iter().map(|&has| if has { '1' } else { '0' }).collect();
+        self.put(key, layers);
+    }
+
     /// Writes what the forward pass uses of an architecture. The rest is defaults, which [`ModelConfig`] contains.
     fn arch(&mut self, arch: &ArchSpec) {
         self.put("architecture", arch.architecture);
@@ -172,11 +193,14 @@ impl Text {
             Activation::GeluTanh => "gelu_tanh",
         };
         self.put("arch.activation", activation);
-        let rows = match arch.gguf_rope_rows {
+        let rows = |rows| match rows {
             RopeRows::HalfSplit => "half_split",
             RopeRows::Interleaved => "interleaved",
         };
-        self.put("arch.gguf_rope_rows", rows);
+        self.put("arch.gguf_rope_rows", rows(arch.gguf_rope_rows));
+        if arch.folder_rope_rows != RopeRows::HalfSplit {
+            self.put("arch.folder_rope_rows", rows(arch.folder_rope_rows));
+        }
     }
 
     fn rope(&mut self, key: &str, RopeConfig { theta, scaling }: &RopeConfig) {

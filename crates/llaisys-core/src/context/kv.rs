@@ -2,7 +2,7 @@
 //! the tensors.
 
 use super::Context;
-use crate::error::{Error, Rejected, Result};
+use crate::error::{Error, Rejected, Result, Unsupported};
 use crate::faults::fault_point;
 use crate::kv::{Snapshot, resolve_range};
 use crate::sample::{Sampler, SamplerSpec};
@@ -105,10 +105,18 @@ impl Context {
 
     /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
     /// by it. Errors: a stale id, a cell shared with another sequence or cached by a node, a position that is in use,
-    /// negative or past `max_model_len`.
+    /// negative or past `max_model_len`, a model whose results depend on absolute positions.
     pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
         fault_point!("kv.seq_add");
         self.kv.check_acquired(id)?;
+        if self.model.query_scaling.is_some() {
+            return Err(Unsupported::Feature {
+                what: "a shift of positions in the architecture",
+                value: self.model.arch.architecture.to_owned(),
+                supported: "architectures that do not scale queries by position",
+            }
+            .into());
+        }
         self.check_shift(id, p0, p1, delta)?;
         self.change(Change::One(id), |context| {
             let moved = context.kv.seq_add(id, p0, p1, delta)?;

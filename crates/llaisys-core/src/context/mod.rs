@@ -63,7 +63,8 @@ pub struct ContextConfig {
     pub nan_fill: bool,
     /// Rows of one forward pass; a larger batch is split.
     pub n_batch: usize,
-    /// Positions are below this; at most the model's own limit.
+    /// Positions are below this; at most the model's own limit. A LongRoPE model rotates all positions by its long
+    /// factors if this is more than its original context, and by its short ones otherwise.
     pub max_model_len: usize,
     /// Compute threads of all ranks, including the caller's.
     pub n_threads: usize,
@@ -131,8 +132,9 @@ impl Context {
     }
 
     /// As [`Context::load`], from an open checkpoint. Any thread may read the progress of loading from `progress`.
-    pub fn new(checkpoint: Checkpoint, config: ContextConfig, progress: Arc<Progress>) -> Result<Self> {
+    pub fn new(mut checkpoint: Checkpoint, config: ContextConfig, progress: Arc<Progress>) -> Result<Self> {
         check(&config, checkpoint.config())?;
+        checkpoint.choose_rope(config.max_model_len);
         let kernels = Kernels::select(config.isa)?;
         let pool = Pool::shared(config.n_threads, config.pins)?;
         checkpoint.check_quantizable(config.mode)?;

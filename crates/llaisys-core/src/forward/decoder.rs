@@ -54,8 +54,8 @@ impl Decoder {
     /// Combines packed weights with their configuration: the model's, or a rank's of
     /// [`crate::forward::shard::Shard::config`].
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
-        let rope = config.rope.table(config.d_head);
-        let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
+        let rope = config.rope.table(config.d_rope);
+        let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_rope));
         let gate = config.arch.activation.gate();
         Self { config, weights, rope, local_rope, gate }
     }
@@ -65,9 +65,10 @@ impl Decoder {
         &self.config
     }
 
-    /// The rotary embedding of a layer.
-    pub fn rope(&self, layer: usize) -> &RopeTable {
-        self.local_rope.as_ref().filter(|_| self.config.windowed[layer]).unwrap_or(&self.rope)
+    /// The rotary embedding of a layer; None if it is not rotated.
+    pub fn rope(&self, layer: usize) -> Option<&RopeTable> {
+        let local = self.local_rope.as_ref().filter(|_| self.config.windowed[layer]);
+        self.config.rotated[layer].then(|| local.unwrap_or(&self.rope))
     }
 
     /// Runs all layers for `rows`: writes their keys and values into `kv`, and the last layer's output into `work` (see
@@ -86,6 +87,9 @@ impl Decoder {
         self.rope.angles(rows.positions, w.cos, w.sin);
         if let Some(rope) = &self.local_rope {
             rope.angles(rows.positions, w.local_cos, w.local_sin);
+        }
+        if let Some(scaling) = &self.config.query_scaling {
+            scaling.factors(rows.positions, w.query_factors);
         }
         let mut pass = Pass { rows, kv, w };
         for (index, layer) in self.weights.layers.iter().enumerate() {
@@ -124,10 +128,15 @@ impl Decoder {
             ops::rms_norm_in_place(cx, w.q, q_norm, config.rms_eps);
             ops::rms_norm_in_place(cx, w.k, k_norm, config.rms_eps);
         }
-        let is_local = config.windowed[index] && self.local_rope.is_some();
-        let (cos, sin) = if is_local { (&*w.local_cos, &*w.local_sin) } else { (&*w.cos, &*w.sin) };
-        ops::rope(cx, w.q, config.d_head, cos, sin);
-        ops::rope(cx, w.k, config.d_head, cos, sin);
+        if config.rotated[index] {
+            let is_local = config.windowed[index] && self.local_rope.is_some();
+            let (cos, sin) = if is_local { (&*w.local_cos, &*w.local_sin) } else { (&*w.cos, &*w.sin) };
+            ops::rope(cx, w.q, config.head_widths(), cos, sin);
+            ops::rope(cx, w.k, config.head_widths(), cos, sin);
+        }
+        if config.query_scaling.is_some() {
+            ops::scale_rows(cx, w.q, w.query_factors);
+        }
         ops::kv_store(cx, pass.kv.layer_mut(index), rows.cells, w.k, w.v);
         let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
         let seen = rows.windowed.filter(|_| config.windowed[index]).unwrap_or(rows.attention);

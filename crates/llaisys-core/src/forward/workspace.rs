@@ -20,6 +20,7 @@ pub struct Workspace {
     sin: AlignedBuf,
     local_cos: AlignedBuf,
     local_sin: AlignedBuf,
+    query_factors: AlignedBuf,
     logits: AlignedBuf,
     gathered: AlignedBuf,
     out: AlignedBuf,
@@ -38,6 +39,7 @@ struct Widths {
     inner: usize,
     angles: usize,
     local_angles: usize,
+    query_factors: usize,
     /// Router logits.
     experts: usize,
     /// Inputs and outputs of one expert.
@@ -57,6 +59,8 @@ pub(super) struct Activations<'a> {
     pub(super) sin: &'a mut [f32],
     pub(super) local_cos: &'a mut [f32],
     pub(super) local_sin: &'a mut [f32],
+    /// `[n]`
+    pub(super) query_factors: &'a mut [f32],
     pub(super) experts: ExpertRows<'a>,
 }
 
@@ -85,8 +89,9 @@ impl Workspace {
             q: config.n_heads * config.d_head,
             kv: config.n_kv_heads * config.d_head,
             inner: config.d_ff,
-            angles: config.d_head / 2,
-            local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_head / 2),
+            angles: config.d_rope / 2,
+            local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_rope / 2),
+            query_factors: config.query_scaling.map_or(0, |_| 1),
             experts: config.experts.map_or(0, |experts| experts.n),
             expert_model: config.experts.map_or(0, |_| config.d_model),
         };
@@ -106,6 +111,7 @@ impl Workspace {
             sin: rows(widths.angles)?,
             local_cos: rows(widths.local_angles)?,
             local_sin: rows(widths.local_angles)?,
+            query_factors: rows(widths.query_factors)?,
             logits: rows(widths.experts)?,
             gathered: rows(widths.expert_model)?,
             out: rows(widths.expert_model)?,
@@ -136,6 +142,7 @@ impl Workspace {
             sin: first(&mut self.sin, n * w.angles),
             local_cos: first(&mut self.local_cos, n * w.local_angles),
             local_sin: first(&mut self.local_sin, n * w.local_angles),
+            query_factors: first(&mut self.query_factors, n * w.query_factors),
             experts: ExpertRows {
                 logits: first(&mut self.logits, n * w.experts),
                 routes: &mut self.routes,

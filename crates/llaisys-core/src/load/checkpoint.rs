@@ -1,7 +1,7 @@
 //! A checkpoint: the configuration of a folder or a file, and the tensor of each weight.
 
 use crate::arch::config::ModelConfig;
-use crate::arch::rope::RopeScaling;
+use crate::arch::rope::{RopeConfig, RopeScaling};
 use crate::arch::spec::RopeRows;
 use crate::arch::weight_id::{LayerWeight, WeightId};
 use crate::dtype::{ComputeMode, DType};
@@ -159,7 +159,7 @@ impl Checkpoint {
             });
         }
         let rope_rows = match source.file_format {
-            FileFormat::Safetensors => RopeRows::HalfSplit,
+            FileFormat::Safetensors => config.arch.folder_rope_rows,
             FileFormat::Gguf => config.arch.gguf_rope_rows,
         };
         let stored = |id| by_id[&id].dtype(&files);
@@ -170,6 +170,11 @@ impl Checkpoint {
         let info = ModelInfo::new(&config, &sizes, memory, source);
         let names = WeightNames { by_name, config: config.clone(), rope_rows };
         Ok(Self { config, info, files, by_id, names })
+    }
+
+    /// As [`ModelConfig::choose_rope`].
+    pub fn choose_rope(&mut self, max_model_len: usize) {
+        self.config.choose_rope(max_model_len);
     }
 
     /// Hyper-parameters.
@@ -291,7 +296,7 @@ impl WeightNames {
     pub fn stored_row(&self, id: WeightId, n: usize) -> usize {
         match id {
             WeightId::Layer(_, LayerWeight::Q | LayerWeight::K | LayerWeight::QBias | LayerWeight::KBias) => {
-                self.rope_rows.stored_row(n, self.config.d_head)
+                self.rope_rows.stored_row(n, self.config.head_widths())
             }
             _ => n,
         }
@@ -307,17 +312,30 @@ impl WeightNames {
     }
 }
 
-/// Reads the rope factors of a configuration that stores them as a tensor.
+/// Reads the rope factors of a configuration that stores them as tensors.
 fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
-    let RopeScaling::PerPair { factors, .. } = &mut config.rope.scaling else { return Ok(()) };
+    let (d_rope, names) = (config.d_rope, config.names);
+    read_factors(&mut config.rope, d_rope, names.rope_factors, files)?;
+    match &mut config.long_rope {
+        Some(long) => read_factors(&mut long.rope, d_rope, names.rope_factors_long, files),
+        None => Ok(()),
+    }
+}
+
+fn read_factors(
+    rope: &mut RopeConfig,
+    d_rope: usize,
+    name: &str,
+    files: &TensorFiles,
+) -> Result<(), FormatError> {
+    let RopeScaling::PerPair { factors, .. } = &mut rope.scaling else { return Ok(()) };
     if !factors.is_empty() {
         return Ok(());
     }
-    let name = config.names.rope_factors;
     let missing = || FormatError::MissingTensors { n_missing: 1, first: name.to_owned() };
     let index = files.find(name).ok_or_else(missing)?;
     let tensor = &files.tensors()[index];
-    let (got, want) = (tensor.shape.clone(), vec![config.d_head / 2]);
+    let (got, want) = (tensor.shape.clone(), vec![d_rope / 2]);
     if got != want {
         return Err(FormatError::TensorShape { name: name.to_owned(), got, want });
     }
@@ -325,7 +343,7 @@ fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<()
     let mut bytes = Vec::new();
     files.visit(index, 0, &mut |piece| bytes.extend_from_slice(piece))?;
     dequantize_row(RowView { dtype: tensor.dtype, bytes: &bytes }, factors);
-    config.rope.check(config.d_head)
+    rope.check(d_rope)
 }
 
 /// Finds each weight in the files, and returns the weights by name too. Errors: a tensor is missing.
@@ -392,7 +410,7 @@ fn reject_extra(
     let is_ignored = |name: &str| {
         table.ignores(name)
             || (config.tied_head && name == table.lm_head)
-            || (has_factors && name == table.rope_factors)
+            || (has_factors && [table.rope_factors, table.rope_factors_long].contains(&name))
     };
     let tensors = files.tensors().iter().enumerate();
     let mut extra = tensors.filter(|(i, tensor)| !known.contains(i) && !is_ignored(&tensor.name));

@@ -5,6 +5,8 @@
 
 pub mod attention;
 
+use crate::ops::HeadWidths;
+
 /// The relative error of one rounding to f32: half the distance between f32 numbers at 1.
 pub const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
 /// Error allowed where a result is below the normal numbers of f32.
@@ -126,11 +128,12 @@ pub struct RopeCase {
     pub n: usize,
     /// Heads of a row.
     pub n_heads: usize,
-    /// Elements of a head.
-    pub d_head: usize,
+    /// Elements of a head, and those that are rotated.
+    pub widths: HeadWidths,
 }
 
-/// Head sizes of real models and odd ones, with few rows and with enough rows to use several threads.
+/// Head sizes of real models and odd ones, with few rows and with enough rows to use several threads; heads that are
+/// rotated whole and in part.
 pub fn rope_cases() -> Vec<RopeCase> {
     let shapes = [
         (1, 1, 2),
@@ -147,7 +150,12 @@ pub fn rope_cases() -> Vec<RopeCase> {
         (40, 9, 64),
         (129, 4, 34),
     ];
-    shapes.map(|(n, n_heads, d_head)| RopeCase { n, n_heads, d_head }).to_vec()
+    let whole = shapes.map(|(n, n_heads, d_head)| RopeCase { n, n_heads, widths: HeadWidths::whole(d_head) });
+    // Phi-4-mini, GLM-4, and tails of either part.
+    let parts = [(128, 96), (128, 64), (16, 8), (36, 22), (6, 2)];
+    let parts =
+        parts.map(|(d_head, d_rope)| RopeCase { n: 33, n_heads: 5, widths: HeadWidths { d_head, d_rope } });
+    [whole.as_slice(), &parts].concat()
 }
 
 /// The largest error of a rotated number against the reference, given the sizes of its two products. Each product is

@@ -28,9 +28,10 @@ pub use cpu::gather::gather;
 pub use cpu::kv_store::kv_store;
 pub use cpu::linear::{LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax};
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
-pub use cpu::rope::{RopeTable, rope, rope_shift};
+pub use cpu::rope::{HeadWidths, RopeTable, rope, rope_shift};
 pub use cpu::route::{Routes, route};
 pub use cpu::scale::scale;
+pub use cpu::scale_rows::scale_rows;
 pub use cpu::scatter_add::scatter_add;
 pub use cpu::soft_cap::soft_cap;
 

@@ -164,6 +164,17 @@ fn gemma_scales_and_caps_are_read() {
 }
 
 #[test]
+fn base_and_epsilon_have_the_defaults_of_the_architecture() {
+    let defaults = |folder: Folder| {
+        let config = config_of(&folder.without("rms_norm_eps"));
+        (config.rope.theta, config.rms_eps)
+    };
+    assert_eq!(defaults(llama()), (1e4, 1e-6));
+    assert_eq!(defaults(phi3()), (1e4, 1e-5));
+    assert_eq!(defaults(gemma3()), (1e6, 1e-6));
+}
+
+#[test]
 fn rope_scalings_are_read_in_both_spellings() {
     let llama3 = json!({
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
@@ -211,20 +222,6 @@ fn yarn_amplitude_follows_attention_factor_or_mscale() {
     assert_eq!(amplitude(json!({"mscale": 2, "mscale_all_dim": 0.5})), one(2.0) / one(0.5));
     assert_eq!(amplitude(json!({"mscale": 2, "mscale_all_dim": 0})), one(1.0));
     assert_eq!(amplitude(json!({"factor": 1})), 1.0);
-}
-
-#[test]
-fn longrope_context_ends_where_the_long_factors_would_begin() {
-    let set = |n: usize| json!({"type": "longrope", "short_factor": vec![1.5; n], "long_factor": vec![9; n]});
-    let folder = |n| phi3().with("rope_scaling", set(n)).with("original_max_position_embeddings", 32);
-    let config = config_of(&folder(4));
-    let amplitude = (1.0 + 2_f64.ln() / 32_f64.ln()).sqrt();
-    assert_eq!(config.max_positions, 32);
-    assert_eq!(config.rope.scaling, RopeScaling::PerPair { factors: vec![1.5; 4], amplitude });
-    let error = format_error(folder(3).open());
-    assert!(matches!(error, FormatError::Disagree { got: 3, want: 4, .. }));
-    let error = format_error(phi3().with("rope_scaling", set(4)).open());
-    assert!(matches!(error, FormatError::KeyMissing { key: "original_max_position_embeddings", .. }));
 }
 
 #[test]

@@ -18,3 +18,4 @@ mod mutations;
 mod quantize;
 mod quantized_folder;
 mod reading;
+mod rotation;

@@ -3,7 +3,7 @@
 use crate::parity::{assert_close, contexts, name};
 use llaisys_core::dtype::KvDType;
 use llaisys_core::ops::cases::{self, Size, SplitMix64};
-use llaisys_core::ops::{self, RopeTable, reference};
+use llaisys_core::ops::{self, HeadWidths, RopeTable, reference};
 use llaisys_core::tensor::{AlignedBuf, KvLayerMut};
 
 /// K and V of 700 cells, written by `kv_store`. All other cells are NaN.
@@ -85,15 +85,18 @@ fn shifted_keys_equal_keys_of_the_new_positions() {
     let steps = [cases::ROUNDING, 1.0 / 2048.0, 1.0 / 512.0, 2.0_f64.sqrt() / 254.0];
     for cx in contexts() {
         for (dtype, step) in KvDType::ALL.into_iter().zip(steps) {
-            for heads in [(1, 2), (2, 24), (3, 64), (2, 80), (1, 256)] {
-                let (width, half) = (heads.0 * heads.1, heads.1 / 2);
-                let table = RopeTable::new(heads.1, 1e4);
+            let shapes = [(1, 2), (2, 24), (3, 64), (2, 80), (1, 256)].map(|heads| (heads, heads.1));
+            // Heads that are rotated in part.
+            for (heads, d_rope) in shapes.into_iter().chain([((2, 24), 18), ((3, 64), 32), ((1, 34), 2)]) {
+                let (width, half) = (heads.0 * heads.1, d_rope / 2);
+                let widths = HeadWidths { d_head: heads.1, d_rope };
+                let table = RopeTable::new(d_rope, 1e4);
                 let raw = SplitMix64::new(23).values(Size::Unit, 5 * width);
                 let key_at = |positions: [i32; 5]| {
                     let (mut cos, mut sin) = (vec![0.0; 5 * half], vec![0.0; 5 * half]);
                     table.angles(&positions, &mut cos, &mut sin);
                     let mut k = raw.clone();
-                    ops::rope(&cx, &mut k, heads.1, &cos, &sin);
+                    ops::rope(&cx, &mut k, widths, &cos, &sin);
                     k
                 };
                 let mut tensors = Tensors::new(dtype, heads);
@@ -172,7 +175,7 @@ fn scaled_tables_rotate_by_their_frequencies_and_shifts_keep_the_amplitude() {
         let key_at = |position: i32| {
             let (cos, sin) = angles(&table, position);
             let mut k = raw.clone();
-            ops::rope(&cx, &mut k, 8, &cos, &sin);
+            ops::rope(&cx, &mut k, HeadWidths::whole(8), &cos, &sin);
             k
         };
         let mut tensors = Tensors::new(KvDType::Float32, (1, 8));

@@ -86,28 +86,28 @@ fn angles_agree_with_the_reference_at_large_positions() {
 fn rope_agrees_with_the_reference_within_rounding() {
     for cx in contexts() {
         for case in cases::rope_cases() {
-            let (half, row_len) = (case.d_head / 2, case.n_heads * case.d_head);
+            let (half, row_len) = (case.widths.d_rope / 2, case.n_heads * case.widths.d_head);
             let x = SplitMix64::new(5).values(Size::Outliers, case.n * row_len);
             let positions: Vec<i32> = (0..case.n as i32).map(|i| i * 37 + 1).collect();
             let (mut cos, mut sin) = (vec![0.0; case.n * half], vec![0.0; case.n * half]);
-            RopeTable::new(case.d_head, 1e4).angles(&positions, &mut cos, &mut sin);
+            RopeTable::new(case.widths.d_rope, 1e4).angles(&positions, &mut cos, &mut sin);
             let mut y = x.clone();
-            ops::rope(&cx, &mut y, case.d_head, &cos, &sin);
+            ops::rope(&cx, &mut y, case.widths, &cos, &sin);
             let what = format!("{} {case:?}", name(&cx));
             if case.n > 0 {
-                let want = reference::rope::rope(&x, case.d_head, &cos, &sin);
+                let want = reference::rope::rope(&x, case.widths, &cos, &sin);
                 let sizes: Vec<f32> = x.iter().map(|x| x.abs()).collect();
                 // |a cos| + |b sin|: a rotation of absolute values with the sign that adds them.
                 let add = |s: &[f32], sign: f32| s.iter().map(|s| s.abs() * sign).collect::<Vec<f32>>();
-                let low = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, -1.0));
-                let high = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, 1.0));
-                let products = |i: usize| if i % case.d_head < half { low[i] } else { high[i] };
+                let low = reference::rope::rope(&sizes, case.widths, &add(&cos, 1.0), &add(&sin, -1.0));
+                let high = reference::rope::rope(&sizes, case.widths, &add(&cos, 1.0), &add(&sin, 1.0));
+                let products = |i: usize| if i % case.widths.d_head < half { low[i] } else { high[i] };
                 assert_close(&y, &want, |i, _| cases::rope_tolerance(products(i)), &what);
             }
             let mut alone = x.clone();
             let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
             for (x, (cos, sin)) in alone.chunks_exact_mut(row_len).zip(angles) {
-                ops::rope(&cx, x, case.d_head, cos, sin);
+                ops::rope(&cx, x, case.widths, cos, sin);
             }
             assert_same_bits(&y, &alone, &what);
         }
@@ -227,9 +227,28 @@ fn scale_and_add_round_once() {
             let mut scaled = x.clone();
             ops::scale(&cx, &mut scaled, 0.3);
             assert_same_bits(&scaled, &rounded(reference::scale::scale(&x, 0.3)), &name(&cx));
+            let mut scaled = x.clone();
+            ops::scale_rows(&cx, &mut scaled, &y);
+            let one_by_one = if n == 0 { vec![] } else { reference::scale_rows::scale_rows(&x, &y) };
+            assert_same_bits(&scaled, &rounded(one_by_one), &name(&cx));
             let mut sum = x.clone();
             ops::add(&cx, &mut sum, &y);
             assert_same_bits(&sum, &rounded(reference::add::add(&x, &y)), &name(&cx));
+        }
+    }
+}
+
+#[test]
+fn scale_rows_gives_each_row_its_own_factor() {
+    for cx in contexts() {
+        for (n, width) in [(1, 64), (3, 17), (129, 576)] {
+            let draw = &mut SplitMix64::new(width as u64);
+            let (x, factors) = (draw.values(Size::Outliers, n * width), draw.values(Size::Unit, n));
+            let mut scaled = x.clone();
+            ops::scale_rows(&cx, &mut scaled, &factors);
+            let want = reference::scale_rows::scale_rows(&x, &factors);
+            let want: Vec<f32> = want.into_iter().map(|y| y as f32).collect();
+            assert_same_bits(&scaled, &want, &name(&cx));
         }
     }
 }

@@ -223,7 +223,10 @@ class SessionReader:
         except (msgspec.DecodeError, RecursionError) as error:
             self._reject(f"has a header that cannot be read: {error}")
         if header.fingerprint != spec.fingerprint:
-            self._reject("was saved with another model, dtype or instruction set")
+            self._reject(
+                "was saved with another model, dtype or instruction set, or with a max_model_len that "
+                "chooses other LongRoPE factors"
+            )
         n_tokens = len(header.token_ids)
         if n_tokens > spec.n_tokens_max:
             self._reject(f"has {n_tokens} tokens, max_model_len is {spec.n_tokens_max}")

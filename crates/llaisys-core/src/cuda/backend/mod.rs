@@ -66,9 +66,10 @@ impl Context {
     /// returns the number.
     ///
     /// Errors: `Unsupported` for a setting or a model that the GPU does not support; too little memory; the device's.
-    pub fn on_gpu(checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
+    pub fn on_gpu(mut checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
         let Gpu { device, memory_share, graphs, overlap } = gpu;
         check_computed(&config, &checkpoint)?;
+        checkpoint.choose_rope(config.max_model_len);
         if config.n_ranks > 1 {
             let value = format!("{} on one GPU", config.n_ranks);
             return Err(Unsupported::Feature { what: "tensor_parallel_size", value, supported: "1" }.into());

@@ -34,11 +34,12 @@ impl Context {
     /// Errors: as [`Context::on_gpu`]; a model that cannot be split so; that of the first rank whose GPU cannot be
     /// opened.
     pub fn on_gpus(
-        checkpoint: Checkpoint,
+        mut checkpoint: Checkpoint,
         mut config: ContextConfig,
         open: &(dyn Fn(usize) -> Result<Gpu> + Sync),
     ) -> Result<Self> {
         check_computed(&config, &checkpoint)?;
+        checkpoint.choose_rope(config.max_model_len);
         let (n_ranks, threads) = (config.n_ranks, Pool::new(config.n_ranks)?);
         let n_threads = (config.n_threads / n_ranks).max(1);
         let loaded = on_all(&threads, &|rank| {

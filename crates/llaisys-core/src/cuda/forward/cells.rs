@@ -42,7 +42,7 @@ impl DeviceDecoder {
         let mut angles = vec![0.0; 2 * half];
         let (cos, sin) = angles.split_at_mut(half);
         // The stored keys have the amplitude.
-        self.config.rope.table(self.config.d_head).turns(&[delta], cos, sin);
+        self.config.rope.table(self.config.d_rope).turns(&[delta], cos, sin);
         let cos = self.moves.at(MOVES_MAX * 2 * size_of::<u32>());
         device.upload_words(cos, angles.into_iter().map(f32::to_bits))?;
         for cells in cells.chunks(MOVES_MAX) {

@@ -285,7 +285,7 @@ impl Memory {
         let positions: Vec<i32> = (0..max_len as i32).collect();
         let mut angles = [vec![0.0; max_len * config.d_head / 2], vec![0.0; max_len * config.d_head / 2]];
         let [cos, sin] = &mut angles;
-        config.rope.table(config.d_head).angles(&positions, cos, sin);
+        config.rope.table(config.d_rope).angles(&positions, cos, sin);
         for (at, values) in [self.cos, self.sin].into_iter().zip(angles) {
             device.upload_words(at, values.into_iter().map(f32::to_bits))?;
         }

@@ -6,11 +6,17 @@ use crate::cuda::ops::add_rms_norm::MAX_WIDTH;
 use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
+/// Architectures with which the GPU's forward pass has not been verified.
+const CPU_ONLY: [&str; 0] = [];
+
 /// Checks that the kernels support the model. Errors: the first property that they do not support.
 pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported })
     };
+    if let Some(architecture) = CPU_ONLY.into_iter().find(|&name| name == config.arch.architecture) {
+        return refuse("the architecture", architecture.to_owned(), "the same model on the CPU");
+    }
     if !supports_head_width(config.d_head) {
         return refuse("the head width", config.d_head.to_string(), "64, 80, 96, 128");
     }
@@ -26,6 +32,16 @@ pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     }
     if config.local_rope.is_some() {
         return refuse("a rotation", "another one in layers with a window".to_owned(), "one for all layers");
+    }
+    if config.rotated.contains(&false) {
+        return refuse("a rotation", "only of some layers".to_owned(), "one for all layers");
+    }
+    if config.d_rope != config.d_head {
+        let value = format!("of {} of {} elements of a head", config.d_rope, config.d_head);
+        return refuse("a rotation", value, "one of whole heads");
+    }
+    if config.query_scaling.is_some() {
+        return refuse("the scaling of queries", "by position".to_owned(), "none");
     }
     let caps =
         [("the soft cap of scores", config.attn_soft_cap), ("the soft cap of logits", config.logit_soft_cap)];

@@ -3,7 +3,7 @@
 //! Unimplemented keys that would change the output are rejected by name; other keys are ignored.
 
 use crate::arch::config::{Experts, ModelConfig, add_ids};
-use crate::arch::rope::RopeConfig;
+use crate::arch::rope::{LocalRope, LongRope, QueryScaling, RopeConfig};
 use crate::arch::spec::{self, ArchSpec, SoftCap};
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::ModelFolder;
@@ -15,10 +15,6 @@ use crate::load::folder::{options, window};
 use serde_json::Value;
 
 const FILE: &str = "config.json";
-/// transformers' default where the file has no base.
-const ROPE_THETA_DEFAULT: f64 = 10_000.0;
-/// transformers' default for all architectures here.
-const RMS_EPS_DEFAULT: f64 = 1e-6;
 
 /// Reads `config.json`, including how matrices are quantized. The ids that end a completion are its own and those of
 /// `generation`.
@@ -38,8 +34,8 @@ pub(crate) fn read(
     let n_heads = fields.required_size("num_attention_heads")?;
     let d_model = fields.required_size("hidden_size")?;
     let d_head = d_head(&fields, arch, d_model, n_heads)?;
-    let stated_positions = fields.required_size("max_position_embeddings")?;
-    let ropes = ropes(&fields, arch, stated_positions)?;
+    let max_positions = fields.required_size("max_position_embeddings")?;
+    let ropes = ropes(&fields, arch, max_positions)?;
     let mut eos = generation.eos.clone();
     add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
     let mut config = ModelConfig {
@@ -53,10 +49,14 @@ pub(crate) fn read(
         d_head,
         d_ff: fields.required_size(arch.experts.map_or("intermediate_size", |keys| keys.d_ff))?,
         vocab_size: fields.required_size("vocab_size")?,
-        max_positions: ropes.max_positions,
-        rms_eps: fields.number("rms_norm_eps")?.unwrap_or(RMS_EPS_DEFAULT) as f32,
+        max_positions,
+        rms_eps: fields.number("rms_norm_eps")?.unwrap_or(arch.rms_eps_default) as f32,
+        d_rope: (d_head as f64 * ropes.partial) as usize,
         rope: ropes.rope,
+        long_rope: ropes.long,
         local_rope: ropes.local,
+        rotated: Vec::new(),
+        query_scaling: ropes.query_scaling,
         window: None,
         windowed: Vec::new(),
         score_scale: score_scale(&fields, arch, d_head)?,
@@ -78,6 +78,7 @@ pub(crate) fn read(
     };
     config.check()?;
     (config.window, config.windowed) = window::read(&fields, &config)?;
+    config.rotated = rope::rotated_layers(&fields, &arch.rope, n_layers)?;
     config.check()?;
     Ok((config, Quantization::read(&fields)?))
 }
@@ -113,44 +114,69 @@ fn d_head(
     d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)
 }
 
-/// Rotary embeddings, and the number of positions that they are valid for.
+/// Rotary embeddings.
 struct Ropes {
     rope: RopeConfig,
+    long: Option<LongRope>,
     local: Option<RopeConfig>,
-    max_positions: usize,
+    /// The rotated share of each head.
+    partial: f64,
+    query_scaling: Option<QueryScaling>,
+}
+
+impl Ropes {
+    /// Replaces the rotary embedding of layers without a window.
+    fn set(&mut self, set: rope::RopeSet) {
+        (self.rope, self.long, self.query_scaling) = (set.rope, set.long, set.query_scaling);
+        self.partial = set.partial.unwrap_or(self.partial);
+    }
 }
 
 /// Reads the rotary embeddings. The new spelling is `rope_parameters`: one set, or one for each type of layer where
 /// layers with a window differ. The old one is `rope_theta` and `rope_local_base_freq`, with `rope_scaling` for layers
 /// without a window.
 fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<Ropes> {
-    rope::reject_partial_rotation(fields)?;
-    // The base of layers without a window: transformers has another default for Gemma 3.
-    let theta_default = if arch.local_theta.is_some() { 1e6 } else { ROPE_THETA_DEFAULT };
-    let theta = fields.number("rope_theta")?.unwrap_or(theta_default);
-    let context = rope::Context { fields: *fields, max_positions };
-    let mut ropes = Ropes { rope: RopeConfig::plain(theta), local: None, max_positions };
-    if let Some(default) = arch.local_theta {
-        let theta = fields.number("rope_local_base_freq")?.unwrap_or(default);
-        ropes.local = Some(RopeConfig::plain(theta));
-    }
+    let rules = &arch.rope;
+    let theta = fields.number("rope_theta")?.unwrap_or(rules.theta_default);
+    let local_theta = match rules.local {
+        LocalRope::Same => None,
+        LocalRope::Base(default) => Some(fields.number("rope_local_base_freq")?.unwrap_or(default)),
+        LocalRope::Unscaled => Some(theta),
+    };
+    let partial = rope::partial_rotation(fields, rules)?.or(rules.partial_default).unwrap_or(1.0);
+    let mut ropes = Ropes {
+        rope: RopeConfig::plain(theta),
+        long: None,
+        local: local_theta.map(RopeConfig::plain),
+        partial,
+        query_scaling: None,
+    };
+    let context = rope::Context { fields: *fields, max_positions, rules };
+    let mut has_set = false;
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(set) = fields.object(key)? else { continue };
+        has_set = true;
         if !set.map.values().any(Value::is_object) {
-            (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
+            ropes.set(rope::read_set(&set, ropes.rope.theta, context)?);
+            if rules.local == LocalRope::Unscaled {
+                ropes.local = Some(RopeConfig::plain(ropes.rope.theta));
+            }
             continue;
         }
-        let Some(local) = &mut ropes.local else {
+        let Some(local_theta) = ropes.local.as_ref().map(|local| local.theta) else {
             return Err(
                 Unsupported::feature(key, "one set for each layer type", "one set for all layers").into()
             );
         };
         if let Some(set) = set.object("full_attention")? {
-            (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
+            ropes.set(rope::read_set(&set, ropes.rope.theta, context)?);
         }
         if let Some(set) = set.object("sliding_attention")? {
-            *local = rope::read_set(&set, local.theta, context)?.0;
+            ropes.local = Some(rope::read_set(&set, local_theta, context)?.rope);
         }
+    }
+    if rules.scaled_queries && !has_set {
+        return Err(FormatError::KeyMissing { file: FILE, key: "rope_parameters" }.into());
     }
     Ok(ropes)
 }

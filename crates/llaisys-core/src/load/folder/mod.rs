@@ -6,6 +6,7 @@ pub mod generation_config;
 mod options;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub(crate) mod quantization;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 mod rope;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 mod window;

@@ -16,8 +16,10 @@ pub(super) fn reject_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result
     if fields.flag("attention_bias")? == Some(true) && !arch.qkv_bias {
         return Err(Unsupported::feature("attention_bias", true, "false").into());
     }
-    if fields.flag("mlp_bias")? == Some(true) {
-        return Err(Unsupported::feature("mlp_bias", true, "false").into());
+    for key in ["mlp_bias", "use_bias"] {
+        if fields.flag(key)? == Some(true) {
+            return Err(Unsupported::feature(key, true, "false").into());
+        }
     }
     if fields.flag("is_causal")? == Some(false) {
         return Err(Unsupported::feature("is_causal", false, "true").into());

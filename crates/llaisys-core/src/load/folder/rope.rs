@@ -1,6 +1,9 @@
 //! The rotary embedding in `config.json`: `rope_scaling` or `rope_parameters`.
 
-use crate::arch::rope::{RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude};
+use crate::arch::bounds::bounded;
+use crate::arch::rope::{
+    LongRope, QueryScaling, RopeConfig, RopeRules, RopeScaling, longrope_amplitude, yarn_amplitude,
+};
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
 use serde_json::Value;
@@ -12,6 +15,8 @@ pub(super) struct Context<'a> {
     pub(super) fields: Fields<'a>,
     /// `max_position_embeddings`.
     pub(super) max_positions: usize,
+    /// Those of the architecture.
+    pub(super) rules: &'a RopeRules,
 }
 
 impl Context<'_> {
@@ -22,20 +27,30 @@ impl Context<'_> {
     }
 }
 
-/// Reads one set of `rope_scaling` or `rope_parameters`. `theta` is the default base. Also returns the number of
-/// positions that it is valid for. Errors: a type that is not implemented; a missing or wrong key.
-pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Result<(RopeConfig, usize)> {
-    reject_partial_rotation(set)?;
+/// One set of `rope_scaling` or `rope_parameters`.
+pub(super) struct RopeSet {
+    pub(super) rope: RopeConfig,
+    pub(super) long: Option<LongRope>,
+    /// The rotated share of each head, if the set has it.
+    pub(super) partial: Option<f64>,
+    pub(super) query_scaling: Option<QueryScaling>,
+}
+
+/// Reads one set. `theta` is the default base. Errors: a type that is not implemented; a missing or wrong key.
+pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Result<RopeSet> {
     let theta = set.number("rope_theta")?.unwrap_or(theta);
     let missing = |key| FormatError::KeyMissing { file: set.file, key };
     let required = |key| -> Result<f64> { Ok(set.number(key)?.ok_or_else(|| missing(key))?) };
     let kind = set.text("rope_type")?.or(set.text("type")?);
-    let mut max_positions = context.max_positions;
+    let max_positions = context.max_positions;
+    let mut long = None;
     let original = |key| -> Result<usize> { Ok(context.original(set)?.ok_or_else(|| missing(key))?) };
     const ORIGINAL: &str = "original_max_position_embeddings";
     // A set without a type and without a factor is the default one.
     let stated = if set.get("factor").is_some() { "factor without a type" } else { "default" };
-    let scaling = match kind.unwrap_or(stated) {
+    // Old names of longrope in Phi-3.
+    let is_longrope = matches!(kind, Some("su" | "yarn")) && set.get("short_factor").is_some();
+    let scaling = match if is_longrope { "longrope" } else { kind.unwrap_or(stated) } {
         "default" => RopeScaling::None,
         "linear" => RopeScaling::Linear { factor: required("factor")? },
         "llama3" => RopeScaling::Llama3 {
@@ -65,11 +80,16 @@ pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Re
         "longrope" => {
             let original = original(ORIGINAL)?;
             let factor = set.number("factor")?.unwrap_or(max_positions as f64 / original as f64);
-            // A longer context would need other factors at all positions.
-            max_positions = max_positions.min(original);
             let derived = longrope_amplitude(factor, original);
-            let factors = numbers(set, "short_factor")?.ok_or_else(|| missing("short_factor"))?;
-            RopeScaling::PerPair { factors, amplitude: set.number("attention_factor")?.unwrap_or(derived) }
+            let amplitude = set.number("attention_factor")?.unwrap_or(derived);
+            let factors = |key| -> Result<RopeScaling> {
+                let factors = numbers(set, key)?.ok_or_else(|| missing(key))?;
+                // An empty list stands for a tensor that is still to be read.
+                bounded(key, factors.len() as f64, 1.0, f64::from(u32::MAX))?;
+                Ok(RopeScaling::PerPair { factors, amplitude })
+            };
+            long = Some(LongRope { original, rope: RopeConfig { theta, scaling: factors("long_factor")? } });
+            factors("short_factor")?
         }
         other => {
             let supported = "default, linear, llama3, yarn, longrope";
@@ -78,7 +98,29 @@ pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Re
             );
         }
     };
-    Ok((RopeConfig { theta, scaling }, max_positions))
+    Ok(RopeSet {
+        rope: RopeConfig { theta, scaling },
+        long,
+        partial: partial_rotation(set, context.rules)?,
+        query_scaling: query_scaling(set, context)?,
+    })
+}
+
+/// Reads the scaling of queries by position; a `beta` of 0 means none. Errors: one in an architecture without it; none
+/// in an architecture with it.
+fn query_scaling(set: &Fields<'_>, context: Context<'_>) -> Result<Option<QueryScaling>> {
+    const KEY: &str = "llama_4_scaling_beta";
+    let stated = set.number(KEY)?;
+    if !context.rules.scaled_queries {
+        return match stated.filter(|&beta| beta != 0.0) {
+            Some(beta) => Err(Unsupported::feature(KEY, beta, "none in this family").into()),
+            None => Ok(None),
+        };
+    }
+    let missing = |key| FormatError::KeyMissing { file: set.file, key };
+    let beta = stated.ok_or_else(|| missing(KEY))?;
+    let original = context.original(set)?.ok_or_else(|| missing("original_max_position_embeddings"))?;
+    Ok((beta != 0.0).then_some(QueryScaling { beta, original: original as f64 }))
 }
 
 fn numbers(set: &Fields<'_>, key: &'static str) -> Result<Option<Vec<f32>>, FormatError> {
@@ -87,15 +129,45 @@ fn numbers(set: &Fields<'_>, key: &'static str) -> Result<Option<Vec<f32>>, Form
     set.list(key)?.map(|values| values.iter().map(number).collect()).transpose()
 }
 
-/// Rejects rotary embeddings of a part of each head.
-pub(super) fn reject_partial_rotation(fields: &Fields<'_>) -> Result<()> {
-    match fields.number("partial_rotary_factor")? {
-        Some(factor) if factor != 1.0 => Err(Unsupported::Feature {
-            what: "partial_rotary_factor",
-            value: factor.to_string(),
-            supported: "1.0 (the whole head is rotated)",
-        }
-        .into()),
-        _ => Ok(()),
+/// Reads the rotated share of each head. Errors: a part in an architecture that rotates whole heads; a share that is
+/// not above 0 and up to 1.
+pub(super) fn partial_rotation(fields: &Fields<'_>, rules: &RopeRules) -> Result<Option<f64>> {
+    const KEY: &str = "partial_rotary_factor";
+    let Some(share) = fields.number(KEY)? else { return Ok(None) };
+    if share != 1.0 && rules.partial_default.is_none() {
+        return Err(Unsupported::feature(KEY, share, "1.0 (the whole head is rotated)").into());
     }
+    bounded(KEY, share, 1e-3, 1.0)?;
+    Ok(Some(share))
+}
+
+/// Reads which layers are rotated: those with a 1 in `no_rope_layers`, or all except every n-th.
+///
+/// Errors: layers without rotation in an architecture that rotates all; a list of another length.
+pub(super) fn rotated_layers(fields: &Fields<'_>, rules: &RopeRules, n_layers: usize) -> Result<Vec<bool>> {
+    const KEY: &str = "no_rope_layers";
+    let flags = fields.list(KEY)?;
+    let is_rotated = |flag: &Value| match flag.as_u64() {
+        Some(flag @ (0 | 1)) => Ok(flag == 1),
+        _ => Err(FormatError::KeyType { file: fields.file, key: KEY, expected: "a list of 0 and 1" }),
+    };
+    let Some(every) = rules.unrotated_every else {
+        return match flags.map(|flags| flags.iter().filter(|flag| flag.as_u64() != Some(1)).count()) {
+            None | Some(0) => Ok(vec![true; n_layers]),
+            Some(n) => Err(Unsupported::feature(KEY, format!("{n} layers"), "all layers are rotated").into()),
+        };
+    };
+    if let Some(flags) = flags {
+        // Longer lists are valid: only the first ones are used.
+        if flags.len() < n_layers {
+            let (what, other) = ("the number of no_rope_layers", "num_hidden_layers");
+            let (got, want) = (flags.len() as u64, n_layers as u64);
+            return Err(FormatError::Disagree { what, got, other, want }.into());
+        }
+        return Ok(flags[..n_layers].iter().map(is_rotated).collect::<Result<_, _>>()?);
+    }
+    const INTERVAL: &str = "no_rope_layer_interval";
+    let every = fields.size(INTERVAL)?.unwrap_or(every);
+    bounded(INTERVAL, every as f64, 1.0, f64::from(u32::MAX))?;
+    Ok((0..n_layers).map(|layer| !(layer + 1).is_multiple_of(every)).collect())
 }

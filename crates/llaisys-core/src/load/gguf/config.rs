@@ -5,7 +5,9 @@
 
 use crate::arch::bounds::bounded;
 use crate::arch::config::{Experts, ModelConfig, add_ids};
-use crate::arch::rope::{RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude};
+use crate::arch::rope::{
+    LocalRope, LongRope, QueryScaling, RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude,
+};
 use crate::arch::spec::{self, ArchSpec, QkNorm, SoftCap, WindowRule};
 use crate::error::{FormatError, GgufError};
 use crate::error::{Result, Unsupported};
@@ -15,6 +17,7 @@ use crate::load::gguf::tokenizer::GgufTokenizer;
 
 /// llama.cpp's default where the file has no base.
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
+const WINDOW_KEY: &str = "attention.sliding_window";
 const EOS_KEYS: [&str; 3] =
     ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
 
@@ -29,7 +32,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     spec::find(architecture, |arch| arch.gguf_architecture)?;
     let keys = Keys { metadata, architecture };
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
-    let arch = spec::find_gguf(architecture, n_experts)?;
+    let has_window = keys.size(WINDOW_KEY)?.is_some_and(|window| window > 0);
+    let arch = spec::find_gguf(architecture, n_experts, has_window)?;
     reject_unsupported(&keys, arch)?;
     reject_single_experts(header)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
@@ -44,8 +48,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     }
     let d_head = d_head(&keys, d_model, n_heads)?;
     let n_layers = keys.required_size("block_count")?;
-    let stated_positions = keys.required_size("context_length")?;
-    let (rope, max_positions) = rope(&keys, header, arch, stated_positions)?;
+    let max_positions = keys.required_size("context_length")?;
+    let (rope, long_rope) = rope(&keys, header, arch, max_positions)?;
     let expert_d_ff = keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0);
     let mut config = ModelConfig {
         arch,
@@ -63,8 +67,12 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         vocab_size,
         max_positions,
         rms_eps: keys.required_float("attention.layer_norm_rms_epsilon")? as f32,
+        d_rope: keys.size("rope.dimension_count")?.unwrap_or(d_head),
+        local_rope: local_rope(&keys, arch, &rope)?,
         rope,
-        local_rope: local_rope(&keys, arch)?,
+        long_rope,
+        rotated: Vec::new(),
+        query_scaling: query_scaling(&keys, arch, max_positions)?,
         window: None,
         windowed: Vec::new(),
         score_scale: score_scale(&keys, arch, &ModelSizes { n_layers, d_model, n_heads, d_head })?,
@@ -84,8 +92,9 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         bos: tokenizer.bos,
         eos,
     };
+    keys.expect_whole_head_rotated(arch, d_head)?;
     config.check()?;
-    keys.expect_whole_head_rotated(config.d_head)?;
+    config.rotated = rotated_layers(arch, n_layers);
     (config.window, config.windowed) = window(&keys, arch, n_layers, max_positions)?;
     if tokenizer.tokens.len() != vocab_size {
         let (got, want) = (tokenizer.tokens.len() as u64, vocab_size as u64);
@@ -124,13 +133,13 @@ fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
     Ok(d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)?)
 }
 
-/// Reads the rotary embedding of layers without a window, and the number of positions that it is valid for.
+/// Reads the rotary embedding of layers without a window, and that of long contexts.
 fn rope(
     keys: &Keys<'_>,
     header: &Header<'_>,
     arch: &ArchSpec,
     max_positions: usize,
-) -> Result<(RopeConfig, usize)> {
+) -> Result<(RopeConfig, Option<LongRope>)> {
     let theta = keys.float("rope.freq_base")?.unwrap_or(ROPE_THETA_DEFAULT);
     let original = keys.size("rope.scaling.original_context_length")?;
     // llama.cpp's converter writes the frequency factors of llama3 and longrope as a tensor, without a key.
@@ -141,11 +150,12 @@ fn rope(
     let attn_factor = keys.float("rope.scaling.attn_factor")?.filter(|&factor| factor != 0.0);
     let scaling = match kind {
         "none" | "longrope" if has_factors => {
-            let long = has("rope_factors_long.weight");
-            let n_valid = original.filter(|_| long).unwrap_or(max_positions).min(max_positions);
-            let derived = longrope_amplitude(max_positions as f64 / n_valid as f64, n_valid);
-            let rope = RopeScaling::PerPair { factors: vec![], amplitude: attn_factor.unwrap_or(derived) };
-            return Ok((RopeConfig { theta, scaling: rope }, n_valid));
+            let long = has(arch.gguf_names.rope_factors_long);
+            let original = original.filter(|_| long).unwrap_or(max_positions).min(max_positions);
+            let derived = longrope_amplitude(max_positions as f64 / original as f64, original);
+            let scaling = RopeScaling::PerPair { factors: vec![], amplitude: attn_factor.unwrap_or(derived) };
+            let rope = RopeConfig { theta, scaling };
+            return Ok((rope.clone(), long.then_some(LongRope { original, rope })));
         }
         "none" => {
             keys.expect_neutral("rope.scaling.factor", &[0.0, 1.0])?;
@@ -154,16 +164,21 @@ fn rope(
         }
         "linear" => RopeScaling::Linear { factor: required(factor, &keys.full("rope.scaling.factor"))? },
         "yarn" => {
-            keys.expect_neutral("rope.scaling.yarn_log_multiplier", &[0.0])?;
+            if !arch.rope.scaled_queries {
+                keys.expect_neutral("rope.scaling.yarn_log_multiplier", &[0.0])?;
+            }
             let beta = |name: &str| keys.float(&format!("rope.scaling.yarn_beta_{name}"));
             let factor = required(factor, &keys.full("rope.scaling.factor"))?;
+            // `mscale_all_dim` of the folder, where `mscale` is 1.
+            let all = keys.float("rope.scaling.yarn_log_multiplier")?.filter(|&all| all != 0.0);
+            let derived = yarn_amplitude(factor, 1.0) / all.map_or(1.0, |all| yarn_amplitude(factor, all));
             RopeScaling::Yarn {
                 factor,
                 beta_fast: beta("fast")?.unwrap_or(32.0),
                 beta_slow: beta("slow")?.unwrap_or(1.0),
                 original: original.unwrap_or(max_positions) as f64,
                 truncate: true,
-                amplitude: yarn_amplitude(factor, 1.0) * attn_factor.unwrap_or(1.0),
+                amplitude: derived * attn_factor.unwrap_or(1.0),
             }
         }
         other => {
@@ -175,13 +190,34 @@ fn rope(
             .into());
         }
     };
-    Ok((RopeConfig { theta, scaling }, max_positions))
+    Ok((RopeConfig { theta, scaling }, None))
 }
 
 /// Reads the rotary embedding of layers with a window, where the architecture has a separate one.
-fn local_rope(keys: &Keys<'_>, arch: &ArchSpec) -> Result<Option<RopeConfig>> {
-    let Some(default) = arch.local_theta else { return Ok(None) };
+fn local_rope(keys: &Keys<'_>, arch: &ArchSpec, rope: &RopeConfig) -> Result<Option<RopeConfig>> {
+    let default = match arch.rope.local {
+        LocalRope::Same => return Ok(None),
+        LocalRope::Base(default) => default,
+        LocalRope::Unscaled => rope.theta,
+    };
     Ok(Some(RopeConfig::plain(keys.float("rope.freq_base_swa")?.unwrap_or(default))))
+}
+
+/// Returns which layers are rotated; a GGUF file has no key for it.
+fn rotated_layers(arch: &ArchSpec, n_layers: usize) -> Vec<bool> {
+    let every = arch.rope.unrotated_every;
+    (0..n_layers).map(|layer| every.is_none_or(|every| !(layer + 1).is_multiple_of(every))).collect()
+}
+
+/// Reads the scaling of queries by position; 0 means none. Errors: one in an architecture without it.
+fn query_scaling(keys: &Keys<'_>, arch: &ArchSpec, max_positions: usize) -> Result<Option<QueryScaling>> {
+    const KEY: &str = "attention.temperature_scale";
+    if !arch.rope.scaled_queries {
+        return keys.expect_neutral(KEY, &[0.0]).map(|()| None);
+    }
+    let Some(beta) = keys.float(KEY)?.filter(|&beta| beta != 0.0) else { return Ok(None) };
+    let original = keys.size("rope.scaling.original_context_length")?.unwrap_or(max_positions) as f64;
+    Ok(Some(QueryScaling { beta, original }))
 }
 
 /// Reads the window and which layers have it.
@@ -191,22 +227,18 @@ fn window(
     n_layers: usize,
     max_positions: usize,
 ) -> Result<(Option<usize>, Vec<bool>)> {
-    const KEY: &str = "attention.sliding_window";
-    let stated = keys.size(KEY)?.filter(|&window| window > 0);
-    let every = |n: usize| (0..n_layers).map(|layer| !(layer + 1).is_multiple_of(n)).collect();
+    let stated = keys.size(WINDOW_KEY)?.filter(|&window| window > 0);
     let windowed: Vec<bool> = match arch.window {
         WindowRule::All(_) => vec![true; n_layers],
-        WindowRule::AllButEvery(default) => {
-            let n = keys.size("attention.sliding_window_pattern")?.unwrap_or(default);
-            bounded("attention.sliding_window_pattern", n as f64, 1.0, f64::from(u32::MAX))?;
-            every(n)
-        }
+        WindowRule::AllButEvery(default) => windowed_layers(keys, default, n_layers)?,
         WindowRule::Unsupported | WindowRule::Switched | WindowRule::SwitchedFromLayer => {
             vec![false; n_layers]
         }
     };
     let active = stated.filter(|&window| window < max_positions);
+    let is_listed = matches!(arch.window, WindowRule::AllButEvery(_));
     match active {
+        Some(_) if is_listed && !windowed.contains(&true) => Ok((None, windowed)),
         Some(window) if !windowed.contains(&true) => Err(Unsupported::feature(
             "a sliding window of attention",
             format!("{window} of {max_positions} positions"),
@@ -215,6 +247,24 @@ fn window(
         .into()),
         active => Ok((active, windowed)),
     }
+}
+
+/// Reads which layers have the window: a list, or a number n for all except every n-th.
+fn windowed_layers(keys: &Keys<'_>, default: usize, n_layers: usize) -> Result<Vec<bool>> {
+    const KEY: &str = "attention.sliding_window_pattern";
+    let key = keys.full(KEY);
+    if let Some(Value::Array(_)) = keys.metadata.get(&key) {
+        let listed = required(keys.metadata.bools(&key)?, &key)?;
+        if listed.len() != n_layers {
+            let (what, other) = ("the length of sliding_window_pattern", "block_count");
+            let (got, want) = (listed.len() as u64, n_layers as u64);
+            return Err(FormatError::Disagree { what, got, other, want }.into());
+        }
+        return Ok(listed);
+    }
+    let n = keys.size(KEY)?.unwrap_or(default);
+    bounded(KEY, n as f64, 1.0, f64::from(u32::MAX))?;
+    Ok((0..n_layers).map(|layer| !(layer + 1).is_multiple_of(n)).collect())
 }
 
 /// The sizes that determine the scale of scores.
@@ -298,9 +348,9 @@ impl Keys<'_> {
         }
     }
 
-    fn expect_whole_head_rotated(&self, d_head: usize) -> Result<()> {
+    fn expect_whole_head_rotated(&self, arch: &ArchSpec, d_head: usize) -> Result<()> {
         match self.size("rope.dimension_count")? {
-            Some(rotated) if rotated != d_head => {
+            Some(rotated) if rotated != d_head && arch.rope.partial_default.is_none() => {
                 let value = format!("{rotated} of {d_head} elements of a head");
                 Err(Unsupported::feature("rotating", value, "rotating the whole head").into())
             }

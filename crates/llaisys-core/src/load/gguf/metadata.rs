@@ -239,6 +239,17 @@ impl<'a> Metadata<'a> {
         Ok(Some(array.values().filter_map(number).collect()))
     }
 
+    /// Returns the array of booleans `key`; None if it is absent. Errors: another type.
+    pub fn bools(&self, key: &str) -> Result<Option<Vec<bool>>, GgufError> {
+        let array = match self.get(key) {
+            None => return Ok(None),
+            Some(Value::Array(array)) if array.kind == Kind::Bool => array,
+            Some(other) => return Err(wrong_type(key, "an array of booleans", other)),
+        };
+        let flag = |value| if let Value::Bool(flag) = value { Some(flag) } else { None };
+        Ok(Some(array.values().filter_map(flag).collect()))
+    }
+
     /// Returns the array of 32-bit floats `key`; None if it is absent. Errors: another type.
     pub fn floats(&self, key: &str) -> Result<Option<Vec<f32>>, GgufError> {
         let array = match self.get(key) {

@@ -17,5 +17,6 @@ pub(super) mod rope;
 pub(super) mod route;
 mod rows;
 pub(super) mod scale;
+pub(super) mod scale_rows;
 pub(super) mod scatter_add;
 pub(super) mod soft_cap;

@@ -1,6 +1,7 @@
 //! `rope`: rotary position embedding. Reference: `ops/reference/rope.rs`.
 //!
-//! Pairs are `(i, i + d_head/2)` (half-split): (a, b) becomes (a cos - b sin, b cos + a sin), in f32.
+//! Pairs are `(i, i + d_rope/2)` (half-split): (a, b) becomes (a cos - b sin, b cos + a sin), in f32. Only the first
+//! `d_rope` elements of a head are rotated.
 
 use super::isa::lanes::{Kernel, Lanes};
 use super::kv_element::KvElement;
@@ -10,29 +11,45 @@ use crate::ops::OpContext;
 use crate::tensor::KvLayerMut;
 use half::f16;
 
+/// The elements of a head, and how many of them are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadWidths {
+    /// Elements of a head.
+    pub d_head: usize,
+    /// Elements that are rotated, the first ones: an even number.
+    pub d_rope: usize,
+}
+
+impl HeadWidths {
+    /// Heads that are rotated whole.
+    pub fn whole(d_head: usize) -> Self {
+        Self { d_head, d_rope: d_head }
+    }
+}
+
 /// The frequencies of a model's rotary position embedding, and the factor of its rotated rows.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
-    /// Radians per position of each pair, `[d_head / 2]`.
+    /// Radians per position of each pair, `[d_rope / 2]`.
     frequencies: Vec<f32>,
     /// Factor of cosine and sine.
     amplitude: f32,
 }
 
 impl RopeTable {
-    /// The standard table: pair `i` rotates by `theta^(-2i / d_head)` radians per position.
+    /// The standard table: pair `i` rotates by `theta^(-2i / d_rope)` radians per position.
     ///
     /// The exponent, the power and its reciprocal are each rounded to f32 as in transformers, so that angles at large
     /// positions agree with the reference.
     ///
-    /// Panics if `d_head` is odd; the check of a model's configuration rejects that before.
-    pub fn new(d_head: usize, theta: f64) -> Self {
-        assert!(d_head.is_multiple_of(2), "d_head is {d_head}, expected an even number");
+    /// Panics if `d_rope` is odd; the check of a model's configuration rejects that before.
+    pub fn new(d_rope: usize, theta: f64) -> Self {
+        assert!(d_rope.is_multiple_of(2), "d_rope is {d_rope}, expected an even number");
         let frequency = |i: usize| {
-            let exponent = (2 * i) as f32 / d_head as f32;
+            let exponent = (2 * i) as f32 / d_rope as f32;
             1.0 / theta.powf(f64::from(exponent)) as f32
         };
-        Self { frequencies: (0..d_head / 2).map(frequency).collect(), amplitude: 1.0 }
+        Self { frequencies: (0..d_rope / 2).map(frequency).collect(), amplitude: 1.0 }
     }
 
     /// Returns the table whose pair `i` rotates by `change(i, frequency)`, rounded once, and whose rotated rows are
@@ -47,7 +64,7 @@ impl RopeTable {
 
     /// Computes cosine and sine of every pair's angle at each position, times the amplitude.
     ///
-    /// - `positions`: `[n]`; `cos`, `sin`: `[n, d_head / 2]`
+    /// - `positions`: `[n]`; `cos`, `sin`: `[n, d_rope / 2]`
     /// - the angle is the f32 product of position and frequency, rounded as in transformers. Its cosine and sine are
     ///   computed in f64; they and their product with the amplitude are rounded once
     ///
@@ -78,11 +95,13 @@ impl RopeTable {
 
 /// Rotates queries or keys in place.
 ///
-/// - `x`: `[n, n_heads, d_head]`; `cos`, `sin`: `[n, d_head / 2]` from [`RopeTable::angles`]
+/// - `x`: `[n, n_heads, d_head]`; `cos`, `sin`: `[n, d_rope / 2]` from [`RopeTable::angles`]
 ///
-/// Panics if shapes disagree. Source: arXiv:2104.09864; checkpoints store pairs in the half-split order.
-pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f32]) {
-    let half = d_head / 2;
+/// Panics if shapes disagree. Source: arXiv:2104.09864; rows of q and k are loaded in the half-split order.
+pub fn rope(cx: &OpContext, x: &mut [f32], widths: HeadWidths, cos: &[f32], sin: &[f32]) {
+    let HeadWidths { d_head, d_rope } = widths;
+    assert!(d_rope <= d_head, "more than a head is rotated");
+    let half = d_rope / 2;
     let n = cos.len() / half;
     if n == 0 {
         return assert!(x.is_empty(), "rows without angles");
@@ -93,7 +112,7 @@ pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f3
     let isa = cx.kernels.proof();
     for_row_runs(&cx.pool, x, row_len, &|first, x| {
         let (cos, sin) = (&cos[first * half..], &sin[first * half..]);
-        isa.run(Rotate { x, row_len, half, cos, sin });
+        isa.run(Rotate { x, row_len, widths, cos, sin });
     });
 }
 
@@ -105,11 +124,12 @@ pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f3
 ///
 /// - `cells`: `[n]`; a cell that occurs twice is rotated twice
 ///
-/// Panics if the table has another `d_head`, if `d_head` exceeds [`MAX_D_HEAD`](super::attention::MAX_D_HEAD), or if a
+/// Panics if the table rotates more than a head, if `d_head` exceeds [`MAX_D_HEAD`](super::attention::MAX_D_HEAD), or if a
 /// cell does not exist.
 pub fn rope_shift(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], delta: i32, table: &RopeTable) {
     let half = table.frequencies.len();
-    assert_eq!(layer.d_head, 2 * half, "the table has another d_head");
+    let d_head = layer.d_head;
+    assert!(2 * half <= d_head, "the table rotates more than a head");
     let (mut cos, mut sin) = ([0.0; MAX_HALF], [0.0; MAX_HALF]);
     let (cos, sin) = (&mut cos[..half], &mut sin[..half]);
     // The stored keys already include the amplitude.
@@ -120,19 +140,19 @@ pub fn rope_shift(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], delta: i
     match layer.dtype {
         KvDType::Float32 => {
             let keys: &mut [f32] = layer.k.as_mut_slice();
-            isa.run(Shift { keys, n_heads, cells, cos, sin });
+            isa.run(Shift { keys, n_heads, d_head, cells, cos, sin });
         }
         KvDType::Float16 => {
             let keys: &mut [f16] = layer.k.as_mut_slice();
-            isa.run(Shift { keys, n_heads, cells, cos, sin });
+            isa.run(Shift { keys, n_heads, d_head, cells, cos, sin });
         }
         KvDType::Bfloat16 => {
             let keys: &mut [u16] = layer.k.as_mut_slice();
-            isa.run(Shift { keys, n_heads, cells, cos, sin });
+            isa.run(Shift { keys, n_heads, d_head, cells, cos, sin });
         }
         KvDType::Int8 => {
             let keys: &mut [i8] = layer.k.as_mut_slice();
-            isa.run(Shift { keys, n_heads, cells, cos, sin });
+            isa.run(Shift { keys, n_heads, d_head, cells, cos, sin });
         }
     }
 }
@@ -143,7 +163,7 @@ const MAX_HALF: usize = super::attention::MAX_D_HEAD / 2;
 struct Rotate<'a> {
     x: &'a mut [f32],
     row_len: usize,
-    half: usize,
+    widths: HeadWidths,
     cos: &'a [f32],
     sin: &'a [f32],
 }
@@ -151,10 +171,11 @@ struct Rotate<'a> {
 impl Kernel for Rotate<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let angles = self.cos.chunks_exact(self.half).zip(self.sin.chunks_exact(self.half));
+        let HeadWidths { d_head, d_rope } = self.widths;
+        let angles = self.cos.chunks_exact(d_rope / 2).zip(self.sin.chunks_exact(d_rope / 2));
         for (row, (cos, sin)) in self.x.chunks_exact_mut(self.row_len).zip(angles) {
-            for head in row.chunks_exact_mut(2 * self.half) {
-                rotate_head(lanes, head, cos, sin);
+            for head in row.chunks_exact_mut(d_head) {
+                rotate_pairs(lanes, &mut head[..d_rope], cos, sin);
             }
         }
     }
@@ -164,6 +185,7 @@ struct Shift<'a, T> {
     keys: &'a mut [T],
     /// Heads of a cell.
     n_heads: usize,
+    d_head: usize,
     cells: &'a [u32],
     cos: &'a [f32],
     sin: &'a [f32],
@@ -172,24 +194,24 @@ struct Shift<'a, T> {
 impl<T: KvElement> Kernel for Shift<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let stored = 2 * self.cos.len() + T::SCALE;
+        let stored = self.d_head + T::SCALE;
         let mut numbers = [0.0; 2 * MAX_HALF];
-        let numbers = &mut numbers[..2 * self.cos.len()];
+        let numbers = &mut numbers[..self.d_head];
         for cell in self.cells {
             let start = *cell as usize * self.n_heads * stored;
             for head in self.keys[start..start + self.n_heads * stored].chunks_exact_mut(stored) {
                 T::load_head(lanes, head, numbers);
-                rotate_head(lanes, numbers, self.cos, self.sin);
+                rotate_pairs(lanes, &mut numbers[..2 * self.cos.len()], self.cos, self.sin);
                 T::store_head(lanes, numbers, head);
             }
         }
     }
 }
 
-/// Rotates one head by one position's angles.
+/// Rotates the pairs of one head by one position's angles.
 #[inline(always)]
-fn rotate_head<L: Lanes>(lanes: L, head: &mut [f32], cos: &[f32], sin: &[f32]) {
-    let (low, high) = head.split_at_mut(cos.len());
+fn rotate_pairs<L: Lanes>(lanes: L, x: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let (low, high) = x.split_at_mut(cos.len());
     let pairs = low.chunks_mut(L::N).zip(high.chunks_mut(L::N));
     for ((low, high), (cos, sin)) in pairs.zip(cos.chunks(L::N).zip(sin.chunks(L::N))) {
         let (a, b) = (lanes.load_first(low), lanes.load_first(high));

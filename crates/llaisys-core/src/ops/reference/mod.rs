@@ -12,6 +12,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod route;
 pub mod scale;
+pub mod scale_rows;
 pub mod scatter_add;
 pub mod soft_cap;
 pub mod swiglu;

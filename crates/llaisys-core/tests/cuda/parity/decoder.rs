@@ -206,4 +206,9 @@ fn unsupported_models_are_refused_by_name() {
     );
     let experts = refused(&Tiny { d_head: 16, ..Tiny::experts(3) });
     assert!(experts.contains("on a GPU"), "{experts}");
+    let part = refused(&Tiny {
+        more_keys: r#", "partial_rotary_factor": 0.5"#.to_owned(),
+        ..Tiny::for_gpu("Phi3ForCausalLM", true).joined()
+    });
+    assert!(part.contains("a rotation \"of 32 of 64 elements of a head on a GPU\""), "{part}");
 }

@@ -8,7 +8,7 @@ use llaisys_core::cuda::device::{Device, DevicePtr, Element};
 use llaisys_core::cuda::ops::rope_kv_store::{HeadShape, RopeKvStore, RopeShift};
 use llaisys_core::cuda::ops::step::{CopyCells, StepBegin, StepRows};
 use llaisys_core::ops::cases::{Size, SplitMix64};
-use llaisys_core::ops::reference;
+use llaisys_core::ops::{HeadWidths, reference};
 
 const STORED: [Element; 2] = [Element::Bf16, Element::F16];
 const EPS: f32 = 1e-6;
@@ -116,7 +116,7 @@ fn check_rope_kv_store(element: Element, shape: HeadShape, n_rows: usize, is_nor
                 true => x.chunks_exact(d).flat_map(|head| normed(element, head, &norm.values)).collect(),
                 false => x.to_vec(),
             };
-            let want = reference::rope::rope(&x, d, row_cos, row_sin);
+            let want = reference::rope::rope(&x, HeadWidths::whole(d), row_cos, row_sin);
             assert_rotated(element, got, &want, Rotated { x: &x, d, is_normed }, what);
         }
     }
@@ -206,7 +206,7 @@ fn rope_shift_rotates_the_keys_of_the_listed_cells() {
             {
                 let what = &format!("{element:?} {n_kv_heads} x {d}, cell {cell}");
                 if cells.contains(&(cell as u32)) {
-                    let want = reference::rope::rope(before, d, &cos, &sin);
+                    let want = reference::rope::rope(before, HeadWidths::whole(d), &cos, &sin);
                     assert_rotated(element, after, &want, Rotated { x: before, d, is_normed: false }, what);
                 } else {
                     assert_eq!(before, after, "{what}");

@@ -1,0 +1,70 @@
+//! How each architecture rotates queries and keys, in folders and GGUF files: parts of heads, layers without rotation,
+//! scalings of some layers or of long contexts, queries scaled by position. What is not implemented is rejected by name.
+
+use crate::model_files::folder::Folder;
+use crate::model_files::format_error;
+use llaisys_core::arch::config::ModelConfig;
+use llaisys_core::arch::rope::{LongRope, RopeConfig, RopeScaling};
+use llaisys_core::error::FormatError;
+use serde_json::{Value, json};
+
+/// The small Llama as another architecture, with the tensors of its layer.
+fn folder(architecture: &str) -> Folder {
+    let mut folder = Folder::small("LlamaForCausalLM").with("architectures", json!([architecture]));
+    let (drop, add): (&[&str], &[(&str, &[usize])]) = match architecture {
+        "Phi3ForCausalLM" => (
+            &["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+            &[("self_attn.qkv_proj.weight", &[32, 16]), ("mlp.gate_up_proj.weight", &[48, 16])],
+        ),
+        _ => (&[], &[]),
+    };
+    folder.tensors.retain(|tensor| !drop.iter().any(|part| tensor.name.contains(part)));
+    for (name, shape) in add {
+        folder.tensor(&format!("model.layers.0.{name}"), shape);
+    }
+    folder
+}
+
+fn config_of(folder: &Folder) -> ModelConfig {
+    folder.open().expect("a valid folder").config().clone()
+}
+
+fn longrope(n: usize) -> Value {
+    json!({"type": "longrope", "short_factor": vec![1.5; n], "long_factor": vec![9; n]})
+}
+
+#[test]
+fn the_context_chooses_the_factors_of_longrope_for_all_positions() {
+    let phi3 = || folder("Phi3ForCausalLM").with("partial_rotary_factor", 0.75);
+    let folder = phi3().with("rope_scaling", longrope(3)).with("original_max_position_embeddings", 32);
+    let config = config_of(&folder);
+    let amplitude = (1.0 + 2_f64.ln() / 32_f64.ln()).sqrt();
+    let factors = |factor: f32| RopeScaling::PerPair { factors: vec![factor; 3], amplitude };
+    assert_eq!((config.max_positions, config.rope.scaling.clone()), (64, factors(1.5)));
+    let rope = RopeConfig { theta: 1e4, scaling: factors(9.0) };
+    assert_eq!(config.long_rope, Some(LongRope { original: 32, rope }));
+    for (max_model_len, factor) in [(1, 1.5), (32, 1.5), (33, 9.0), (64, 9.0)] {
+        let mut config = config.clone();
+        config.choose_rope(max_model_len);
+        assert_eq!((config.rope.scaling, config.long_rope), (factors(factor), None), "{max_model_len}");
+    }
+    // Old names of the type.
+    for kind in ["su", "yarn"] {
+        let mut set = longrope(3);
+        set["type"] = kind.into();
+        let old = phi3().with("rope_scaling", set).with("original_max_position_embeddings", 32);
+        assert_eq!(config_of(&old).rope.scaling, factors(1.5));
+    }
+    let wrong = |folder: Folder| format_error(folder.with("original_max_position_embeddings", 32).open());
+    let uneven = wrong(phi3().with("rope_scaling", longrope(4)));
+    assert!(matches!(uneven, FormatError::Disagree { got: 4, want: 3, .. }));
+    let mut set = longrope(3);
+    set["long_factor"] = json!([9, 9]);
+    let uneven = wrong(phi3().with("rope_scaling", set.clone()));
+    assert!(matches!(uneven, FormatError::Disagree { got: 2, want: 3, .. }));
+    set["long_factor"] = Value::Null;
+    let missing = wrong(phi3().with("rope_scaling", set));
+    assert!(matches!(missing, FormatError::KeyMissing { key: "long_factor", .. }));
+    let error = format_error(phi3().with("rope_scaling", longrope(3)).open());
+    assert!(matches!(error, FormatError::KeyMissing { key: "original_max_position_embeddings", .. }));
+}
