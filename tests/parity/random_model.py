@@ -82,6 +82,7 @@ FAMILIES = {
         fused=("qkv", "gate_up"),
     ),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", **_OLMO),
+    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", unrotated=True, gguf_neighbors=True),
     "granite": Family("GraniteForCausalLM", "granite", multipliers=True, gguf_neighbors=True),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),
     "gemma3_text": Family(

@@ -26,6 +26,7 @@ GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 MODELS = [
     ("phi4_mini_bf16", 112),
     ("phi4_mini_bf16", 176),
+    ("smollm3_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24

@@ -23,6 +23,7 @@ NAMES = sorted(p.parent.name for p in GOLDENS.glob("*/golden.npz"))
 FOLDERS, SLIM = [n for n in NAMES if "_" not in n], [n for n in NAMES if "_" in n]
 NEW_FAMILIES = [
     "phi4_mini_bf16",
+    "smollm3_bf16",
 ]
 # transformers rotates a sequence by the short factors of LongRoPE up to this length, and a longer one by the
 # long factors. A context has one set of factors for all of its sequences.

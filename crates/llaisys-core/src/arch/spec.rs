@@ -254,6 +254,16 @@ pub const OLMO2: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// SmolLM3.
+pub const SMOLLM3: ArchSpec = ArchSpec {
+    architecture: "SmolLM3ForCausalLM",
+    model_type: "smollm3",
+    gguf_architecture: "smollm3",
+    tied_default: true,
+    rope: RopeRules { theta_default: 2e6, unrotated_every: Some(4), ..RopeRules::PLAIN },
+    ..LLAMA
+};
+
 /// Granite 3, dense.
 pub const GRANITE: ArchSpec = ArchSpec {
     architecture: "GraniteForCausalLM",
@@ -324,8 +334,8 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 11] =
-    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
+pub static ARCHITECTURES: [ArchSpec; 12] =
+    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the
 /// supported ones.

@@ -2,7 +2,7 @@
 //! scalings of some layers or of long contexts, queries scaled by position. What is not implemented is rejected by name.
 
 use crate::model_files::folder::Folder;
-use crate::model_files::format_error;
+use crate::model_files::{assert_names, format_error, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::rope::{LongRope, RopeConfig, RopeScaling};
 use llaisys_core::error::FormatError;
@@ -27,6 +27,37 @@ fn folder(architecture: &str) -> Folder {
 
 fn config_of(folder: &Folder) -> ModelConfig {
     folder.open().expect("a valid folder").config().clone()
+}
+
+/// A folder with several layers, all with the tensors of the first.
+fn deep(architecture: &str, n_layers: usize) -> Folder {
+    let mut folder = folder(architecture).with("num_hidden_layers", n_layers);
+    let first: Vec<_> = folder.tensors.iter().filter(|t| t.name.contains(".0.")).cloned().collect();
+    for layer in 1..n_layers {
+        folder.tensors.extend(first.iter().cloned().map(|mut tensor| {
+            tensor.name = tensor.name.replace(".0.", &format!(".{layer}."));
+            tensor
+        }));
+    }
+    folder
+}
+
+#[test]
+fn layers_without_rotation_are_listed_or_every_fourth() {
+    let rotated = |folder: &Folder| config_of(folder).rotated;
+    let smollm3 = || deep("SmolLM3ForCausalLM", 4);
+    assert_eq!(rotated(&smollm3()), [true, true, true, false]);
+    assert_eq!(rotated(&smollm3().with("no_rope_layer_interval", 2)), [true, false, true, false]);
+    let listed = smollm3().with("no_rope_layers", json!([0, 1, 1, 0])).with("no_rope_layer_interval", 2);
+    assert_eq!(rotated(&listed), [false, true, true, false]);
+    assert_eq!(rotated(&deep("LlamaForCausalLM", 2)), [true, true]);
+    assert_eq!(rotated(&deep("LlamaForCausalLM", 2).with("no_rope_layers", json!([1, 1]))), [true, true]);
+    let error = unsupported(deep("LlamaForCausalLM", 2).with("no_rope_layers", json!([1, 0])).open());
+    assert_names(&error, &["no_rope_layers", "1 layers", "all layers are rotated"]);
+    let short = format_error(smollm3().with("no_rope_layers", json!([1, 0])).open());
+    assert!(matches!(short, FormatError::Disagree { got: 2, want: 4, .. }));
+    let windows = smollm3().with("use_sliding_window", true).with("sliding_window", 8);
+    assert_names(&unsupported(windows.open()), &["sliding window"]);
 }
 
 fn longrope(n: usize) -> Value {
