@@ -27,6 +27,7 @@ MODELS = [
     ("phi4_mini_bf16", 112),
     ("phi4_mini_bf16", 176),
     ("smollm3_bf16", 112),
+    ("olmo3_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24

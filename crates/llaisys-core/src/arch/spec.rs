@@ -254,6 +254,15 @@ pub const OLMO2: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// OLMo 3. Its GGUF files are those of OLMo 2 with a window.
+pub const OLMO3: ArchSpec = ArchSpec {
+    architecture: "Olmo3ForCausalLM",
+    model_type: "olmo3",
+    window: WindowRule::AllButEvery(4),
+    rope: RopeRules { theta_default: 5e5, local: LocalRope::Unscaled, ..RopeRules::PLAIN },
+    ..OLMO2
+};
+
 /// SmolLM3.
 pub const SMOLLM3: ArchSpec = ArchSpec {
     architecture: "SmolLM3ForCausalLM",
@@ -334,8 +343,8 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 12] =
-    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
+pub static ARCHITECTURES: [ArchSpec; 13] =
+    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the
 /// supported ones.

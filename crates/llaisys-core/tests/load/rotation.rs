@@ -2,6 +2,7 @@
 //! scalings of some layers or of long contexts, queries scaled by position. What is not implemented is rejected by name.
 
 use crate::model_files::folder::Folder;
+use crate::model_files::gguf::{Gguf, Meta, array_head};
 use crate::model_files::{assert_names, format_error, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::rope::{LongRope, RopeConfig, RopeScaling};
@@ -15,6 +16,14 @@ fn folder(architecture: &str) -> Folder {
         "Phi3ForCausalLM" => (
             &["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
             &[("self_attn.qkv_proj.weight", &[32, 16]), ("mlp.gate_up_proj.weight", &[48, 16])],
+        ),
+        "Olmo3ForCausalLM" => (
+            &["input_layernorm"],
+            &[
+                ("post_feedforward_layernorm.weight", &[16]),
+                ("self_attn.q_norm.weight", &[16]),
+                ("self_attn.k_norm.weight", &[8]),
+            ],
         ),
         _ => (&[], &[]),
     };
@@ -60,6 +69,24 @@ fn layers_without_rotation_are_listed_or_every_fourth() {
     assert_names(&unsupported(windows.open()), &["sliding window"]);
 }
 
+#[test]
+fn olmo3_scales_the_rotation_of_full_layers_only() {
+    let yarn = json!({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16});
+    let olmo3 = || deep("Olmo3ForCausalLM", 4).with("sliding_window", 8);
+    let old = olmo3().with("rope_theta", 2e5).with("rope_scaling", yarn.clone());
+    let mut full = yarn;
+    full["rope_theta"] = json!(2e5);
+    let sets =
+        json!({"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 2e5}});
+    for folder in [old, olmo3().with("rope_theta", 2e5).with("rope_parameters", sets)] {
+        let config = config_of(&folder);
+        assert_eq!(config.windowed, [true, true, true, false]);
+        assert!(matches!(config.rope.scaling, RopeScaling::Yarn { factor: 4.0, .. }));
+        assert_eq!((config.rope.theta, config.local_rope), (2e5, Some(RopeConfig::plain(2e5))));
+    }
+    assert_eq!(config_of(&olmo3()).local_rope, Some(RopeConfig::plain(5e5)));
+}
+
 fn longrope(n: usize) -> Value {
     json!({"type": "longrope", "short_factor": vec![1.5; n], "long_factor": vec![9; n]})
 }
@@ -98,4 +125,55 @@ fn the_context_chooses_the_factors_of_longrope_for_all_positions() {
     assert!(matches!(missing, FormatError::KeyMissing { key: "long_factor", .. }));
     let error = format_error(phi3().with("rope_scaling", longrope(3)).open());
     assert!(matches!(error, FormatError::KeyMissing { key: "original_max_position_embeddings", .. }));
+}
+
+/// A GGUF file of OLMo with a window of 8 and four layers; `pattern` states which have it.
+fn olmo_gguf(pattern: Option<Meta>) -> Gguf {
+    let mut file = Gguf::small("olmo2").with("olmo2.block_count", Meta::U32(4));
+    file.tensors
+        .retain(|tensor| !tensor.name.ends_with("attn_norm.weight") && !tensor.name.contains("ffn_norm"));
+    let first: Vec<_> = file.tensors.iter().filter(|t| t.name.starts_with("blk.0.")).cloned().collect();
+    for layer in 0..4 {
+        if layer > 0 {
+            file.tensors.extend(first.iter().cloned().map(|mut tensor| {
+                tensor.name = tensor.name.replace("blk.0.", &format!("blk.{layer}."));
+                tensor
+            }));
+        }
+        for (name, n) in
+            [("post_attention_norm", 32), ("post_ffw_norm", 32), ("attn_q_norm", 32), ("attn_k_norm", 16)]
+        {
+            file.vector(&format!("blk.{layer}.{name}.weight"), n);
+        }
+    }
+    let file = file.with("olmo2.attention.sliding_window", Meta::U32(8));
+    match pattern {
+        Some(pattern) => file.with("olmo2.attention.sliding_window_pattern", pattern),
+        None => file,
+    }
+}
+
+fn bools(values: &[u8]) -> Meta {
+    Meta::Raw(9, [array_head(7, values.len() as u64), values.to_vec()].concat())
+}
+
+#[test]
+fn gguf_files_of_olmo2_with_a_window_are_olmo3() {
+    let config = |file: Gguf| file.open().unwrap().config().clone();
+    let read = config(olmo_gguf(None));
+    assert_eq!((read.arch.architecture, read.window), ("Olmo3ForCausalLM", Some(8)));
+    assert_eq!(
+        (read.windowed, read.local_rope),
+        (vec![true, true, true, false], Some(RopeConfig::plain(1e5)))
+    );
+    assert_eq!(config(olmo_gguf(Some(Meta::U32(2)))).windowed, [true, false, true, false]);
+    assert_eq!(config(olmo_gguf(Some(bools(&[0, 1, 1, 0])))).windowed, [false, true, true, false]);
+    let none = config(olmo_gguf(Some(bools(&[0; 4]))));
+    assert_eq!((none.window, none.windowed), (None, vec![false; 4]));
+    for n in [0, 3, 5] {
+        let error = format_error(olmo_gguf(Some(bools(&vec![1; n]))).open());
+        assert!(matches!(error, FormatError::Disagree { got, want: 4, .. } if got == n as u64), "{error}");
+    }
+    let full = olmo_gguf(None).without("olmo2.attention.sliding_window");
+    assert_eq!(config(full).arch.architecture, "Olmo2ForCausalLM");
 }
