@@ -92,6 +92,14 @@ FAMILIES = {
         **_OLMO,
     ),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", unrotated=True, gguf_neighbors=True),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        "mistral3",
+        window="all",
+        ropes=("yarn",),
+        scaled_queries=True,
+        gguf_neighbors=True,
+    ),
     "granite": Family("GraniteForCausalLM", "granite", multipliers=True, gguf_neighbors=True),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),
     "gemma3_text": Family(

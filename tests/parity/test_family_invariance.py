@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from golden import load_golden
 from invariance import ALONE, SEED, SETTINGS, Model, run
+from llaisys.errors import UnsupportedError
 from parity.checkpoints import text_folder
 from runner import LOGITS, Runner
 
@@ -28,6 +29,7 @@ MODELS = [
     ("phi4_mini_bf16", 176),
     ("smollm3_bf16", 112),
     ("olmo3_bf16", 112),
+    ("ministral3_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24
@@ -102,3 +104,13 @@ def test_contexts_with_other_factors_of_longrope_have_other_fingerprints() -> No
         with Runner(folder, max_model_len=max_model_len) as runner:
             fingerprints.append(runner.context.fingerprint())
     assert fingerprints[0] == fingerprints[1] != fingerprints[2] == fingerprints[3]
+
+
+def test_positions_are_not_shifted_where_results_depend_on_them(tmp_path: Path) -> None:
+    with Runner(text_folder(GOLDENS / "ministral3_bf16", tmp_path)) as runner:
+        sequence = Sequence(runner)
+        want = sequence.extend([1, 2, 3])
+        with pytest.raises(UnsupportedError, match=r"Ministral3ForCausalLM.*scale queries by position"):
+            runner.context.kv_seq_add(sequence.id, -1, -1, 5)
+        assert runner.context.kv_seq_pos_max(sequence.id) == 2
+        assert np.array_equal(Sequence(runner).extend([1, 2, 3]), want)

@@ -273,6 +273,18 @@ pub const SMOLLM3: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// Ministral 3, the text model.
+pub const MINISTRAL3: ArchSpec = ArchSpec {
+    architecture: "Ministral3ForCausalLM",
+    model_type: "ministral3",
+    gguf_architecture: "mistral3",
+    d_head_default: Some(128),
+    rms_eps_default: 1e-5,
+    window: WindowRule::All(None),
+    rope: RopeRules { theta_default: 1e6, scaled_queries: true, ..RopeRules::PLAIN },
+    ..LLAMA
+};
+
 /// Granite 3, dense.
 pub const GRANITE: ArchSpec = ArchSpec {
     architecture: "GraniteForCausalLM",
@@ -343,8 +355,10 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 13] =
-    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
+pub static ARCHITECTURES: [ArchSpec; 14] = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, MINISTRAL3, GRANITE, GEMMA2, GEMMA3, MIXTRAL,
+    QWEN3_MOE,
+];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the
 /// supported ones.

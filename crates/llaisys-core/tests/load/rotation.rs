@@ -5,7 +5,7 @@ use crate::model_files::folder::Folder;
 use crate::model_files::gguf::{Gguf, Meta, array_head};
 use crate::model_files::{assert_names, format_error, unsupported};
 use llaisys_core::arch::config::ModelConfig;
-use llaisys_core::arch::rope::{LongRope, RopeConfig, RopeScaling};
+use llaisys_core::arch::rope::{LongRope, QueryScaling, RopeConfig, RopeScaling};
 use llaisys_core::error::FormatError;
 use serde_json::{Value, json};
 
@@ -85,6 +85,43 @@ fn olmo3_scales_the_rotation_of_full_layers_only() {
         assert_eq!((config.rope.theta, config.local_rope), (2e5, Some(RopeConfig::plain(2e5))));
     }
     assert_eq!(config_of(&olmo3()).local_rope, Some(RopeConfig::plain(5e5)));
+}
+
+#[test]
+fn queries_of_ministral_3_are_scaled_by_position() {
+    let set = json!({
+        "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 16, "rope_theta": 1e6,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    });
+    let ministral = |set: Value| folder("Ministral3ForCausalLM").with("rope_parameters", set);
+    let config = config_of(&ministral(set.clone()));
+    let scaling = QueryScaling { beta: 0.1, original: 16.0 };
+    assert_eq!(config.query_scaling, Some(scaling));
+    assert!(matches!(config.rope.scaling, RopeScaling::Yarn { amplitude: 1.0, .. }));
+    let mut factors = [0.0; 4];
+    scaling.factors(&[0, 15, 16, 47], &mut factors);
+    let want = [1.0, 1.0, 1.0 + 0.1 * 2_f64.ln(), 1.0 + 0.1 * 3_f64.ln()];
+    assert_eq!(factors, want.map(|factor| factor as f32));
+    let with = |key: &str, value: Value| {
+        let mut set = set.clone();
+        set[key] = value;
+        set
+    };
+    assert_eq!(config_of(&ministral(with("llama_4_scaling_beta", json!(0)))).query_scaling, None);
+    // transformers' default is a scaled rotation, so a file without one is not read as a plain one.
+    for (file, key) in [
+        (folder("Ministral3ForCausalLM"), "rope_parameters"),
+        (ministral(with("llama_4_scaling_beta", Value::Null)), "llama_4_scaling_beta"),
+        (
+            ministral(with("original_max_position_embeddings", Value::Null)),
+            "original_max_position_embeddings",
+        ),
+    ] {
+        let error = format_error(file.open());
+        assert!(matches!(error, FormatError::KeyMissing { key: missing, .. } if missing == key), "{error}");
+    }
+    let error = unsupported(folder("MistralForCausalLM").with("rope_parameters", set).open());
+    assert_names(&error, &["llama_4_scaling_beta", "0.1", "none in this family"]);
 }
 
 fn longrope(n: usize) -> Value {
@@ -176,4 +213,22 @@ fn gguf_files_of_olmo2_with_a_window_are_olmo3() {
     }
     let full = olmo_gguf(None).without("olmo2.attention.sliding_window");
     assert_eq!(config(full).arch.architecture, "Olmo2ForCausalLM");
+}
+
+#[test]
+fn rotation_keys_of_gguf_files_are_read() {
+    let mistral = || Gguf::small("mistral3").with("mistral3.rope.scaling.type", "yarn");
+    let mistral = || mistral().with("mistral3.rope.scaling.factor", Meta::F32(16.0));
+    let mistral = || mistral().with("mistral3.rope.scaling.original_context_length", Meta::U32(16));
+    let scaled = mistral().with("mistral3.attention.temperature_scale", Meta::F32(0.5));
+    let scaled = scaled.with("mistral3.rope.scaling.yarn_log_multiplier", Meta::F32(1.0));
+    let config = scaled.open().unwrap().config().clone();
+    assert_eq!(config.query_scaling, Some(QueryScaling { beta: 0.5, original: 16.0 }));
+    assert!(matches!(config.rope.scaling, RopeScaling::Yarn { amplitude: 1.0, .. }));
+    assert_eq!(mistral().open().unwrap().config().query_scaling, None);
+    let error =
+        unsupported(Gguf::small("llama").with("llama.attention.temperature_scale", Meta::F32(0.1)).open());
+    assert_names(&error, &["llama.attention.temperature_scale = 0.1"]);
+    // Every fourth layer of SmolLM3 is not rotated; the file has one layer.
+    assert_eq!(Gguf::small("smollm3").open().unwrap().config().rotated, [true]);
 }
