@@ -52,6 +52,7 @@ _FOUR_NORMS = (
     ("attn_post_norm", "post_attention_layernorm"),
     ("ffn_post_norm", "post_feedforward_layernorm"),
 )
+_GLM_NORMS = (("attn_post_norm", "post_self_attn_layernorm"), ("ffn_post_norm", "post_mlp_layernorm"))
 _OLMO: dict[str, Any] = {
     "qk_norm": "projection",
     "pre_norms": False,
@@ -99,6 +100,17 @@ FAMILIES = {
         ropes=("yarn",),
         scaled_queries=True,
         gguf_neighbors=True,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        "glm4",
+        qkv_bias=True,
+        post_norms=True,
+        partial=(0.5, 0.25),
+        neighbors=True,
+        gguf_neighbors=True,
+        fused=("gate_up",),
+        renamed=_GLM_NORMS,
     ),
     "granite": Family("GraniteForCausalLM", "granite", multipliers=True, gguf_neighbors=True),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),

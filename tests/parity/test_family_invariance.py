@@ -30,6 +30,7 @@ MODELS = [
     ("smollm3_bf16", 112),
     ("olmo3_bf16", 112),
     ("ministral3_bf16", 112),
+    ("glm4_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24

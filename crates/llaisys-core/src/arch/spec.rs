@@ -4,7 +4,7 @@
 use crate::arch::rope::{LocalRope, RopeRules};
 use crate::arch::weight_id::{
     FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
-    MIXTRAL_FOLDER_NAMES, NameTable,
+    GLM4_FOLDER_NAMES, GLM4_GGUF_NAMES, MIXTRAL_FOLDER_NAMES, NameTable,
 };
 use crate::error::Unsupported;
 use crate::ops::{Gate, HeadWidths};
@@ -285,6 +285,22 @@ pub const MINISTRAL3: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// GLM-4 0414, dense.
+pub const GLM4: ArchSpec = ArchSpec {
+    architecture: "Glm4ForCausalLM",
+    model_type: "glm4",
+    gguf_architecture: "glm4",
+    qkv_bias: true,
+    post_norms: true,
+    d_head_default: Some(128),
+    rms_eps_default: 1.5625e-7,
+    rope: RopeRules { partial_default: Some(0.5), ..RopeRules::PLAIN },
+    folder_rope_rows: RopeRows::Interleaved,
+    folder_names: &GLM4_FOLDER_NAMES,
+    gguf_names: &GLM4_GGUF_NAMES,
+    ..LLAMA
+};
+
 /// Granite 3, dense.
 pub const GRANITE: ArchSpec = ArchSpec {
     architecture: "GraniteForCausalLM",
@@ -355,9 +371,9 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 14] = [
-    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, MINISTRAL3, GRANITE, GEMMA2, GEMMA3, MIXTRAL,
-    QWEN3_MOE,
+pub static ARCHITECTURES: [ArchSpec; 15] = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, MINISTRAL3, GLM4, GRANITE, GEMMA2, GEMMA3,
+    MIXTRAL, QWEN3_MOE,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

@@ -162,6 +162,21 @@ pub const FOLDER_NAMES: NameTable = NameTable {
 pub const FOUR_NORM_FOLDER_NAMES: NameTable =
     NameTable { in_layer: &[FOUR_NORMS, ATTENTION, FEED_FORWARD], ..FOLDER_NAMES };
 
+/// Names in a folder of GLM-4. The norm after attention is not `post_attention_layernorm`.
+pub const GLM4_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        &[
+            (LayerWeight::AttnNorm, "input_layernorm.weight"),
+            (LayerWeight::AttnPostNorm, "post_self_attn_layernorm.weight"),
+            (LayerWeight::FfnNorm, "post_attention_layernorm.weight"),
+            (LayerWeight::FfnPostNorm, "post_mlp_layernorm.weight"),
+        ],
+        ATTENTION,
+        &[(LayerWeight::GateUp, "mlp.gate_up_proj.weight"), (LayerWeight::Down, "mlp.down_proj.weight")],
+    ],
+    ..FOLDER_NAMES
+};
+
 /// Names in a folder of Phi-3.
 pub const FUSED_FOLDER_NAMES: NameTable = NameTable {
     in_layer: &[
@@ -246,6 +261,16 @@ pub const FUSED_GGUF_NAMES: NameTable = NameTable {
             (LayerWeight::GateUp, "ffn_up.weight"),
             (LayerWeight::Down, "ffn_down.weight"),
         ],
+    ],
+    ..GGUF_NAMES
+};
+
+/// Names in a GGUF file of GLM-4: the fused gate and up projections have the name of up.
+pub const GLM4_GGUF_NAMES: NameTable = NameTable {
+    in_layer: &[
+        GGUF_NORMS,
+        GGUF_ATTENTION,
+        &[(LayerWeight::GateUp, "ffn_up.weight"), (LayerWeight::Down, "ffn_down.weight")],
     ],
     ..GGUF_NAMES
 };

@@ -2,6 +2,8 @@
 //! a format are next to that rule's test in `folder.rs`, `gguf.rs` and `config.rs`. This file has the larger ones, all
 //! those on `tokenizer.json`, and those that fuzzing found.
 
+mod rotation;
+
 use crate::model_files::folder::{Folder, Tensor, safetensors, shard_name, with_header};
 use crate::model_files::gguf::{F32, Gguf, Meta};
 use crate::model_files::{TempFolder, check};

@@ -25,6 +25,17 @@ fn folder(architecture: &str) -> Folder {
                 ("self_attn.k_norm.weight", &[8]),
             ],
         ),
+        "Glm4ForCausalLM" => (
+            &["gate_proj", "up_proj"],
+            &[
+                ("post_self_attn_layernorm.weight", &[16]),
+                ("post_mlp_layernorm.weight", &[16]),
+                ("mlp.gate_up_proj.weight", &[48, 16]),
+                ("self_attn.q_proj.bias", &[16]),
+                ("self_attn.k_proj.bias", &[8]),
+                ("self_attn.v_proj.bias", &[8]),
+            ],
+        ),
         _ => (&[], &[]),
     };
     folder.tensors.retain(|tensor| !drop.iter().any(|part| tensor.name.contains(part)));
@@ -49,6 +60,26 @@ fn deep(architecture: &str, n_layers: usize) -> Folder {
         }));
     }
     folder
+}
+
+#[test]
+fn a_share_of_each_head_is_rotated_where_the_architecture_has_it() {
+    let width = |folder: &Folder| config_of(folder).d_rope;
+    assert_eq!(width(&folder("LlamaForCausalLM")), 8);
+    assert_eq!(width(&folder("LlamaForCausalLM").with("partial_rotary_factor", 1.0)), 8);
+    assert_eq!(width(&folder("Phi3ForCausalLM")), 8);
+    assert_eq!(width(&folder("Phi3ForCausalLM").with("partial_rotary_factor", 0.75)), 6);
+    let set = json!({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75});
+    assert_eq!(width(&folder("Phi3ForCausalLM").with("rope_parameters", set.clone())), 6);
+    // The default of GLM-4 is half of each head.
+    assert_eq!(width(&folder("Glm4ForCausalLM")), 4);
+    assert_eq!(width(&folder("Glm4ForCausalLM").with("partial_rotary_factor", 0.25)), 2);
+    for other in [
+        folder("LlamaForCausalLM").with("partial_rotary_factor", 0.5),
+        folder("LlamaForCausalLM").with("rope_parameters", set),
+    ] {
+        assert_names(&unsupported(other.open()), &["partial_rotary_factor", "whole head"]);
+    }
 }
 
 #[test]
