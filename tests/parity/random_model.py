@@ -112,6 +112,7 @@ FAMILIES = {
         fused=("gate_up",),
         renamed=_GLM_NORMS,
     ),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", neighbors=True, gguf_neighbors=True),
     "granite": Family("GraniteForCausalLM", "granite", multipliers=True, gguf_neighbors=True),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),
     "gemma3_text": Family(

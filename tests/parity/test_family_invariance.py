@@ -31,6 +31,7 @@ MODELS = [
     ("olmo3_bf16", 112),
     ("ministral3_bf16", 112),
     ("glm4_bf16", 112),
+    ("ernie4_5_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24

@@ -22,6 +22,7 @@ NAMES = sorted(p.parent.name for p in GOLDENS.glob("*/golden.npz"))
 # difference of a logit between float32 and float64.
 FOLDERS, SLIM = [n for n in NAMES if "_" not in n], [n for n in NAMES if "_" in n]
 NEW_FAMILIES = [
+    "ernie4_5_bf16",
     "glm4_bf16",
     "ministral3_bf16",
     "olmo3_bf16",

@@ -301,6 +301,19 @@ pub const GLM4: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// ERNIE 4.5, dense.
+pub const ERNIE4_5: ArchSpec = ArchSpec {
+    architecture: "Ernie4_5ForCausalLM",
+    model_type: "ernie4_5",
+    gguf_architecture: "ernie4_5",
+    d_head_default: Some(128),
+    rms_eps_default: 1e-5,
+    tied_default: true,
+    rope: RopeRules { theta_default: 5e5, ..RopeRules::PLAIN },
+    folder_rope_rows: RopeRows::Interleaved,
+    ..LLAMA
+};
+
 /// Granite 3, dense.
 pub const GRANITE: ArchSpec = ArchSpec {
     architecture: "GraniteForCausalLM",
@@ -371,9 +384,9 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 15] = [
-    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, MINISTRAL3, GLM4, GRANITE, GEMMA2, GEMMA3,
-    MIXTRAL, QWEN3_MOE,
+pub static ARCHITECTURES: [ArchSpec; 16] = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, MINISTRAL3, GLM4, ERNIE4_5, GRANITE, GEMMA2,
+    GEMMA3, MIXTRAL, QWEN3_MOE,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

@@ -164,7 +164,10 @@ fn required_keys_are_named_when_missing() {
 #[test]
 fn unknown_architectures_are_rejected_by_name() {
     let error = unsupported(small().with("general.architecture", "gemma3n").open());
-    assert_names(&error, &["gemma3n", "llama, qwen2, qwen3, phi3, olmo2, smollm3, mistral3, glm4, granite"]);
+    assert_names(
+        &error,
+        &["gemma3n", "llama, qwen2, qwen3, phi3, olmo2, smollm3, mistral3, glm4, ernie4_5, granite"],
+    );
 }
 
 #[test]

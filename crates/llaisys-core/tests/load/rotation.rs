@@ -6,6 +6,7 @@ use crate::model_files::gguf::{Gguf, Meta, array_head};
 use crate::model_files::{assert_names, format_error, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::rope::{LongRope, QueryScaling, RopeConfig, RopeScaling};
+use llaisys_core::arch::spec::{LayerWeight, WeightId};
 use llaisys_core::error::FormatError;
 use serde_json::{Value, json};
 
@@ -193,6 +194,24 @@ fn the_context_chooses_the_factors_of_longrope_for_all_positions() {
     assert!(matches!(missing, FormatError::KeyMissing { key: "long_factor", .. }));
     let error = format_error(phi3().with("rope_scaling", longrope(3)).open());
     assert!(matches!(error, FormatError::KeyMissing { key: "original_max_position_embeddings", .. }));
+}
+
+#[test]
+fn folders_of_glm4_and_ernie_store_pairs_as_neighbors() {
+    let q = WeightId::Layer(0, LayerWeight::Q);
+    let rows = |folder: Folder| {
+        let checkpoint = folder.open().unwrap();
+        (0..8).map(|n| checkpoint.stored_row(q, n)).collect::<Vec<usize>>()
+    };
+    assert_eq!(rows(folder("LlamaForCausalLM")), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(rows(folder("Ernie4_5ForCausalLM")), [0, 2, 4, 6, 1, 3, 5, 7]);
+    // The half of a head that is not rotated stays in place.
+    assert_eq!(rows(folder("Glm4ForCausalLM")), [0, 2, 1, 3, 4, 5, 6, 7]);
+    let checkpoint = folder("Glm4ForCausalLM").open().unwrap();
+    let name = "model.layers.0.post_attention_layernorm.weight";
+    assert_eq!(checkpoint.weight_id(name), Some(WeightId::Layer(0, LayerWeight::FfnNorm)));
+    let error = unsupported(folder("Ernie4_5ForCausalLM").with("use_bias", true).open());
+    assert_names(&error, &["use_bias", "true"]);
 }
 
 /// A GGUF file of OLMo with a window of 8 and four layers; `pattern` states which have it.

@@ -7,8 +7,13 @@ use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Architectures with which the GPU's forward pass has not been verified.
-const CPU_ONLY: [&str; 4] =
-    ["SmolLM3ForCausalLM", "Olmo3ForCausalLM", "Ministral3ForCausalLM", "Glm4ForCausalLM"];
+const CPU_ONLY: [&str; 5] = [
+    "SmolLM3ForCausalLM",
+    "Olmo3ForCausalLM",
+    "Ministral3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Ernie4_5ForCausalLM",
+];
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.
 pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {

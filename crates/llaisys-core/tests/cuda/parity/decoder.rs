@@ -211,4 +211,8 @@ fn unsupported_models_are_refused_by_name() {
         ..Tiny::for_gpu("Phi3ForCausalLM", true).joined()
     });
     assert!(part.contains("a rotation \"of 32 of 64 elements of a head on a GPU\""), "{part}");
+    for architecture in ["SmolLM3ForCausalLM", "Ernie4_5ForCausalLM"] {
+        let named = refused(&Tiny::for_gpu(architecture, true));
+        assert!(named.contains(&format!("the architecture \"{architecture} on a GPU\"")), "{named}");
+    }
 }
