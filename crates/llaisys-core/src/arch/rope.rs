@@ -19,7 +19,8 @@ pub struct RopeRules {
     pub unrotated_every: Option<usize>,
     /// The rotary embedding of layers with a window.
     pub local: LocalRope,
-    /// Rotated queries are multiplied by a factor that grows with the position, if the file has its keys.
+    /// Rotated queries are multiplied by a factor that grows with the position. A folder without its keys is rejected; a
+    /// GGUF file without them has a factor of 1.
     pub scaled_queries: bool,
 }
 
