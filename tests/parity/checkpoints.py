@@ -37,8 +37,11 @@ def read_shape(folder: Path) -> Shape:
     """Read the configuration of a folder, in either spelling."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     facts = FAMILIES[config["model_type"]]
-    rope = dict(config.get("rope_parameters") or {})
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = config.get("rope_theta") or rope.pop("rope_theta")
+    if "type" in rope:
+        rope["rope_type"] = rope.pop("type")
+    biased = {part for key, parts in facts.biases if config.get(key) for part in parts.split()}
     return Shape(
         n_layers=config["num_hidden_layers"],
         d_model=config["hidden_size"],
@@ -49,8 +52,27 @@ def read_shape(folder: Path) -> Shape:
         vocab_size=config["vocab_size"],
         rope_theta=theta,
         rms_eps=config["rms_norm_eps"],
-        qkv_bias=facts.qkv_bias,
+        qkv_bias=facts.qkv_bias or "qkv" in biased,
+        o_bias="o" in biased,
+        mlp_bias="mlp" in biased,
         qk_norm=facts.qk_norm,
         tied=config["tie_word_embeddings"],
+        max_positions=config["max_position_embeddings"],
         rope=rope,
+        embed_scale=float(config.get("embedding_multiplier", 1)),
+        residual_scale=float(config.get("residual_multiplier", 1)),
+        score_scale=config.get("attention_multiplier"),
+        logit_scale=1 / config.get("logits_scaling", 1.0),
     )
+
+
+def read_model(folder: Path) -> tuple[str, Shape, dict[str, NDArray[np.float32]]]:
+    """Read a folder: its family, its shape, and its weights named as in `parity.numpy_forward`."""
+    family: str = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
+    weights = {}
+    for name, value in read_weights(folder / "model.safetensors").items():
+        ours = name
+        for old, new in FAMILIES[family].renamed:
+            ours = ours.replace(new, old)
+        weights[ours] = value
+    return family, read_shape(folder), weights

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from parity.numpy_forward import Shape, rope_amplitude, rope_frequencies
+from parity.numpy_forward import Shape, rope_amplitude, rope_frequencies, stretched_theta
 from parity.random_model import FAMILIES, Weights, folder_weights
 
 Value = bool | int | float | str | list[str] | list[int]
@@ -71,6 +71,11 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
         for name in ("fast", "slow"):
             if f"beta_{name}" in rope:
                 keys[f"rope.scaling.yarn_beta_{name}"] = rope[f"beta_{name}"]
+    if rope.get("rope_type") == "dynamic":
+        keys["rope.freq_base"] = stretched_theta(shape)
+    if family == "granitemoehybrid":
+        keys |= {"attention.head_count_kv": [shape.n_kv_heads] * shape.n_layers, "expert_count": 0}
+        keys |= {"rope.scaling.finetuned": True, "ssm.conv_kernel": 4, "ssm.state_size": 128}
     if "original_max_position_embeddings" in rope:
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope.get("rope_type") == "longrope":
@@ -113,9 +118,12 @@ def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArr
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
         if architecture in ("llama", "granite") and part in ("self_attn.q_proj", "self_attn.k_proj"):
             # GGUF stores the rows of a rotary pair as rows 2i and 2i + 1.
-            halves = value.reshape(-1, 2, shape.d_head // 2, shape.d_model)
+            halves = value.reshape(-1, 2, shape.d_head // 2, *value.shape[1:])
             value = halves.swapaxes(1, 2).reshape(value.shape)
-        tensors[f"blk.{layer}.{_NAMES[part]}.{kind}"] = value
+        theirs = _NAMES[part]
+        if architecture == "seed_oss" and theirs == "ffn_norm":
+            theirs = "post_attention_norm"
+        tensors[f"blk.{layer}.{theirs}.{kind}"] = value
     if shape.rope.get("rope_type") == "llama3":
         plain = rope_frequencies(_without_scaling(shape))
         tensors["rope_freqs.weight"] = (plain / rope_frequencies(shape)).astype(np.float32)

@@ -24,7 +24,9 @@ class Family:
 
     architecture: str
     gguf: str | None = None  # `general.architecture`; None: its files are another family's
-    qkv_bias: bool = False
+    # Keys of `config.json` and the projections whose biases they switch on.
+    biases: tuple[tuple[str, str], ...] = ()
+    qkv_bias: bool = False  # always
     qk_norm: str = "none"
     pre_norms: bool = True
     post_norms: bool = False
@@ -55,21 +57,47 @@ _GEMMA: dict[str, Any] = {
     "renamed": _FOUR_NORMS,
 }
 
+_ATTENTION_BIAS = (("attention_bias", "qkv o"),)
+_LLAMA_BIASES = (*_ATTENTION_BIAS, ("mlp_bias", "mlp"))
+_SEED_OSS_BIASES = (("attention_bias", "qkv"), ("attention_out_bias", "o"), ("mlp_bias", "mlp"))
+_HUNYUAN = (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"))
+_SHARED_MLP = (
+    ("mlp.gate_up_proj", "shared_mlp.input_linear"),
+    ("mlp.down_proj", "shared_mlp.output_linear"),
+)
+
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama"),
+    "llama": Family("LlamaForCausalLM", "llama", biases=_LLAMA_BIASES),
     "mistral": Family("MistralForCausalLM", window="all"),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window="from_layer"),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", qk_norm="head", window="from_layer"),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", qk_norm="head", window="from_layer", biases=_ATTENTION_BIAS),
     "phi3": Family("Phi3ForCausalLM", "phi3", window="all", ropes=("default", "longrope")),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         "olmo2",
+        biases=_ATTENTION_BIAS,
         qk_norm="projection",
         pre_norms=False,
         post_norms=True,
         renamed=_FOUR_NORMS,
     ),
-    "granite": Family("GraniteForCausalLM", "granite", multipliers=True),
+    "granite": Family("GraniteForCausalLM", "granite", biases=_LLAMA_BIASES, multipliers=True),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        "granite",
+        biases=_ATTENTION_BIAS,
+        multipliers=True,
+        renamed=_SHARED_MLP,
+    ),
+    "seed_oss": Family("SeedOssForCausalLM", "seed_oss", biases=_SEED_OSS_BIASES),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan-dense",
+        biases=_ATTENTION_BIAS,
+        qk_norm="rotated_head",
+        ropes=("default", "dynamic"),
+        renamed=_HUNYUAN,
+    ),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", "gemma3", qk_norm="head", local_rope=True, soft_caps=("final",), **_GEMMA
@@ -91,6 +119,7 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
     cap = st.sampled_from([2.0, 30.0]) if gguf else st.sampled_from([None, 2.0, 30.0])
     window, windowed = draw(_windows(facts, n_layers, gguf))
     n_experts = draw(st.integers(2, 6))
+    biased = {part for _, parts in facts.biases if draw(st.booleans()) for part in parts.split()}
     multiplied = {name: draw(scale) for name in _MULTIPLIERS} if facts.multipliers else {}
     if facts.activation == "gelu_tanh":
         multiplied["embed_scale"] = float(np.float32(np.sqrt(d_model)))
@@ -106,7 +135,9 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
         vocab_size=draw(st.integers(10, 130)),
         rope_theta=draw(st.sampled_from([1e4, 5e5, 1e6])),
         rms_eps=draw(st.sampled_from([1e-6, 1e-5])),
-        qkv_bias=facts.qkv_bias,
+        qkv_bias=facts.qkv_bias or "qkv" in biased,
+        o_bias="o" in biased,
+        mlp_bias="mlp" in biased,
         qk_norm=facts.qk_norm,
         tied=draw(st.booleans()),
         rope=draw(_ropes(facts, d_head)),
@@ -156,6 +187,8 @@ def _ropes(draw: st.DrawFn, facts: Family, d_head: int) -> dict[str, Any]:
     factor = draw(st.sampled_from([2.0, 8.0]))
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
+    if kind == "dynamic":
+        return {"rope_type": kind, "alpha": draw(st.sampled_from([2.0, 50.0]))}
     if kind == "llama3":
         turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         return {
@@ -215,6 +248,11 @@ def random_weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
                 width = size if shape.qk_norm == "projection" else shape.d_head
                 w[f"{layer}self_attn.{name}_norm.weight"] = norm(width)
         w[layer + "self_attn.o_proj.weight"] = matrix(shape.d_model, q_size)
+        if shape.o_bias:
+            w[layer + "self_attn.o_proj.bias"] = matrix(shape.d_model, 1)[:, 0] * 0.3
+        if shape.mlp_bias:
+            for name, size in (("gate", shape.d_ff), ("up", shape.d_ff), ("down", shape.d_model)):
+                w[f"{layer}mlp.{name}_proj.bias"] = matrix(size, 1)[:, 0] * 0.3
         mlps = ["mlp"]
         if shape.experts is not None:
             mlps = [f"mlp.experts.{e}" for e in range(shape.experts.n)]
@@ -247,6 +285,8 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
         "eos_token_id": 1,
         **_window_keys(facts, shape),
     }
+    for key, parts in facts.biases:
+        config[key] = {"qkv": shape.qkv_bias, "o": shape.o_bias, "mlp": shape.mlp_bias}[parts.split()[0]]
     if facts.activation == "gelu_tanh":
         config["hidden_activation"] = "gelu_pytorch_tanh"
     if facts.multipliers:
@@ -273,6 +313,15 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
+    if family == "granitemoehybrid":
+        config |= {
+            "intermediate_size": 3 * shape.d_ff,
+            "shared_intermediate_size": shape.d_ff,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["attention"] * shape.n_layers,
+        }
     return config | _rope_keys(shape, old_spelling)
 
 
@@ -313,6 +362,8 @@ def folder_weights(family: str, shape: Shape, weights: Weights) -> dict[str, NDA
     """Return the tensors of a folder: renamed, with norm offsets subtracted and projections fused."""
     facts = FAMILIES[family]
     stored = {}
+    if family == "granitemoehybrid":
+        weights = _with_fused_gate(shape, weights)
     for name, value in weights.items():
         ours = name
         for old, new in facts.renamed:
@@ -329,6 +380,14 @@ def folder_weights(family: str, shape: Shape, weights: Weights) -> dict[str, NDA
             stored[layer + "self_attn.qkv_proj.weight"] = np.concatenate(qkv)
             stored[layer + "mlp.gate_up_proj.weight"] = np.concatenate(both)
     return stored
+
+
+def _with_fused_gate(shape: Shape, weights: Weights) -> Weights:
+    fused = dict(weights)
+    for i in range(shape.n_layers):
+        parts = [fused.pop(f"model.layers.{i}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        fused[f"model.layers.{i}.mlp.gate_up_proj.weight"] = np.concatenate(parts)
+    return fused
 
 
 def write_model(

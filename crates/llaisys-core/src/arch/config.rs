@@ -60,7 +60,11 @@ pub struct ModelConfig {
     pub tied_head: bool,
     /// The q, k and v projections add a bias.
     pub qkv_bias: bool,
-    /// Queries and keys are normalized before the rotary embedding.
+    /// The output projection of attention adds a bias.
+    pub o_bias: bool,
+    /// The projections of the feed-forward block add a bias.
+    pub mlp_bias: bool,
+    /// Queries and keys are normalized.
     pub qk_norm: bool,
     /// Token at the beginning of a text.
     pub bos: Option<u32>,
@@ -183,6 +187,8 @@ impl ModelConfig {
             LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
             LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
             LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => self.qkv_bias,
+            LayerWeight::OBias => self.o_bias,
+            LayerWeight::GateBias | LayerWeight::UpBias | LayerWeight::DownBias => self.mlp_bias,
             LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm,
             LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
                 self.experts.is_none()
@@ -222,7 +228,7 @@ impl ModelConfig {
         let kv = self.n_kv_heads * self.d_head;
         let qk_norm = |projection| match self.arch.qk_norm {
             QkNorm::Projection => projection,
-            QkNorm::Head | QkNorm::None => self.d_head,
+            QkNorm::Head | QkNorm::RotatedHead | QkNorm::None => self.d_head,
         };
         let n_experts = self.experts.map_or(0, |experts| experts.n);
         match id {
@@ -237,6 +243,8 @@ impl ModelConfig {
                 LayerWeight::QBias => vec![q],
                 LayerWeight::KBias | LayerWeight::VBias => vec![kv],
                 LayerWeight::O => vec![d, q],
+                LayerWeight::OBias | LayerWeight::DownBias => vec![d],
+                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_ff],
                 LayerWeight::QNorm => vec![qk_norm(q)],
                 LayerWeight::KNorm => vec![qk_norm(kv)],
                 LayerWeight::GateUp => vec![2 * self.d_ff, d],

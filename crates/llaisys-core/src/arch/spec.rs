@@ -1,9 +1,10 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+use crate::arch::bias::Biases;
 use crate::arch::weight_id::{
     FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
-    MIXTRAL_FOLDER_NAMES, NameTable,
+    GRANITE_HYBRID_FOLDER_NAMES, HUNYUAN_FOLDER_NAMES, MIXTRAL_FOLDER_NAMES, NameTable, SEED_OSS_GGUF_NAMES,
 };
 use crate::error::Unsupported;
 use crate::ops::Gate;
@@ -20,9 +21,9 @@ pub struct ArchSpec {
     /// `general.architecture` of a GGUF file. Of several rows that share it, the first one applies that has experts
     /// exactly if the model has.
     pub gguf_architecture: &'static str,
-    /// The q, k and v projections add a bias.
-    pub qkv_bias: bool,
-    /// How queries and keys are normalized before the rotary embedding.
+    /// Which projections add a bias.
+    pub biases: Biases,
+    /// How queries and keys are normalized.
     pub qk_norm: QkNorm,
     /// The inputs of attention and of the feed-forward block are normalized.
     pub pre_norms: bool,
@@ -50,6 +51,12 @@ pub struct ArchSpec {
     pub window: WindowRule,
     /// Rope base of layers with a window, where it differs from the other layers.
     pub local_theta: Option<f64>,
+    /// A dynamic rotary embedding has `alpha`, which stretches its base once.
+    pub rope_alpha: bool,
+    /// `config.json` switches the rotary embedding on with `position_embedding_type`.
+    pub rope_switch: bool,
+    /// The key of the inner width of a dense feed-forward block in `config.json`.
+    pub d_ff_key: &'static str,
     /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
     /// Row order of q and k in a GGUF file.
@@ -84,9 +91,11 @@ impl Activation {
 pub enum QkNorm {
     /// Not at all.
     None,
-    /// Each head by itself.
+    /// Each head by itself, before the rotary embedding.
     Head,
-    /// The whole projection, all heads together.
+    /// Each head by itself, after the rotary embedding.
+    RotatedHead,
+    /// The whole projection, all heads together, before the rotary embedding.
     Projection,
 }
 
@@ -165,7 +174,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     architecture: "LlamaForCausalLM",
     model_type: "llama",
     gguf_architecture: "llama",
-    qkv_bias: false,
+    biases: Biases::LLAMA,
     qk_norm: QkNorm::None,
     pre_norms: true,
     post_norms: false,
@@ -180,6 +189,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     logit_soft_cap: SoftCap::Unsupported,
     window: WindowRule::Unsupported,
     local_theta: None,
+    rope_alpha: false,
+    rope_switch: false,
+    d_ff_key: "intermediate_size",
     experts: None,
     gguf_rope_rows: RopeRows::Interleaved,
     folder_names: &FOLDER_NAMES,
@@ -190,6 +202,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
 pub const MISTRAL: ArchSpec = ArchSpec {
     architecture: "MistralForCausalLM",
     model_type: "mistral",
+    biases: Biases::NONE,
     window: WindowRule::All(Some(4096)),
     ..LLAMA
 };
@@ -199,7 +212,7 @@ pub const QWEN2: ArchSpec = ArchSpec {
     architecture: "Qwen2ForCausalLM",
     model_type: "qwen2",
     gguf_architecture: "qwen2",
-    qkv_bias: true,
+    biases: Biases::QKV,
     window: WindowRule::SwitchedFromLayer,
     gguf_rope_rows: RopeRows::HalfSplit,
     ..LLAMA
@@ -210,6 +223,7 @@ pub const QWEN3: ArchSpec = ArchSpec {
     architecture: "Qwen3ForCausalLM",
     model_type: "qwen3",
     gguf_architecture: "qwen3",
+    biases: Biases::ATTENTION,
     qk_norm: QkNorm::Head,
     d_head_default: Some(128),
     window: WindowRule::SwitchedFromLayer,
@@ -222,6 +236,7 @@ pub const PHI3: ArchSpec = ArchSpec {
     architecture: "Phi3ForCausalLM",
     model_type: "phi3",
     gguf_architecture: "phi3",
+    biases: Biases::NONE,
     window: WindowRule::All(None),
     gguf_rope_rows: RopeRows::HalfSplit,
     folder_names: &FUSED_FOLDER_NAMES,
@@ -234,6 +249,7 @@ pub const OLMO2: ArchSpec = ArchSpec {
     architecture: "Olmo2ForCausalLM",
     model_type: "olmo2",
     gguf_architecture: "olmo2",
+    biases: Biases::ATTENTION,
     qk_norm: QkNorm::Projection,
     pre_norms: false,
     post_norms: true,
@@ -242,7 +258,7 @@ pub const OLMO2: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
-/// Granite 3, dense.
+/// Granite 3 and 4.1, dense.
 pub const GRANITE: ArchSpec = ArchSpec {
     architecture: "GraniteForCausalLM",
     model_type: "granite",
@@ -251,11 +267,48 @@ pub const GRANITE: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// Granite 4.0 whose layers are all of attention, without experts. Its GGUF files are those of Granite.
+pub const GRANITE_HYBRID: ArchSpec = ArchSpec {
+    architecture: "GraniteMoeHybridForCausalLM",
+    model_type: "granitemoehybrid",
+    biases: Biases::ATTENTION,
+    rope_switch: true,
+    d_ff_key: "shared_intermediate_size",
+    folder_names: &GRANITE_HYBRID_FOLDER_NAMES,
+    ..GRANITE
+};
+
+/// Seed-OSS.
+pub const SEED_OSS: ArchSpec = ArchSpec {
+    architecture: "SeedOssForCausalLM",
+    model_type: "seed_oss",
+    gguf_architecture: "seed_oss",
+    biases: Biases::SEED_OSS,
+    d_head_default: Some(128),
+    gguf_rope_rows: RopeRows::HalfSplit,
+    gguf_names: &SEED_OSS_GGUF_NAMES,
+    ..LLAMA
+};
+
+/// Hunyuan, dense.
+pub const HUNYUAN_DENSE: ArchSpec = ArchSpec {
+    architecture: "HunYuanDenseV1ForCausalLM",
+    model_type: "hunyuan_v1_dense",
+    gguf_architecture: "hunyuan-dense",
+    biases: Biases::ATTENTION,
+    qk_norm: QkNorm::RotatedHead,
+    rope_alpha: true,
+    gguf_rope_rows: RopeRows::HalfSplit,
+    folder_names: &HUNYUAN_FOLDER_NAMES,
+    ..LLAMA
+};
+
 /// Gemma 2.
 pub const GEMMA2: ArchSpec = ArchSpec {
     architecture: "Gemma2ForCausalLM",
     model_type: "gemma2",
     gguf_architecture: "gemma2",
+    biases: Biases::ATTENTION,
     post_norms: true,
     folder_norm_offset: 1.0,
     activation: Activation::GeluTanh,
@@ -289,6 +342,7 @@ pub const GEMMA3: ArchSpec = ArchSpec {
 pub const MIXTRAL: ArchSpec = ArchSpec {
     architecture: "MixtralForCausalLM",
     model_type: "mixtral",
+    biases: Biases::NONE,
     window: WindowRule::All(None),
     experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", normalize: None }),
     folder_names: &MIXTRAL_FOLDER_NAMES,
@@ -310,8 +364,22 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 11] =
-    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
+pub static ARCHITECTURES: [ArchSpec; 14] = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    OLMO2,
+    GRANITE,
+    GRANITE_HYBRID,
+    SEED_OSS,
+    HUNYUAN_DENSE,
+    GEMMA2,
+    GEMMA3,
+    MIXTRAL,
+    QWEN3_MOE,
+];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the
 /// supported ones.

@@ -2,7 +2,8 @@
 //! the tensors.
 
 use super::Context;
-use crate::error::{Error, Rejected, Result};
+use crate::arch::spec::QkNorm;
+use crate::error::{Error, Rejected, Result, Unsupported};
 use crate::faults::fault_point;
 use crate::kv::{Snapshot, resolve_range};
 use crate::sample::{Sampler, SamplerSpec};
@@ -105,10 +106,11 @@ impl Context {
 
     /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
     /// by it. Errors: a stale id, a cell shared with another sequence or cached by a node, a position that is in use,
-    /// negative or past `max_model_len`.
+    /// negative or past `max_model_len`; a model whose keys cannot be rotated after they were stored.
     pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
         fault_point!("kv.seq_add");
         self.kv.check_acquired(id)?;
+        self.check_can_shift()?;
         self.check_shift(id, p0, p1, delta)?;
         self.change(Change::One(id), |context| {
             let moved = context.kv.seq_add(id, p0, p1, delta)?;
@@ -236,6 +238,16 @@ impl Context {
         let freed = self.kv.take_freed_cells();
         self.backend.invalidate_cells(&|cell| freed.contains(&cell));
         self.backend.nan_fill(&freed)
+    }
+
+    /// Rejects shifts in a model that normalizes rotated keys: the norm's weights belong to the original angle.
+    fn check_can_shift(&self) -> Result<(), Unsupported> {
+        let arch = self.model.arch;
+        if arch.qk_norm != QkNorm::RotatedHead {
+            return Ok(());
+        }
+        let (what, value) = ("kv_seq_add (rotating stored keys) of the architecture", arch.architecture);
+        Err(Unsupported::feature(what, value, "architectures that do not normalize keys after the rotation"))
     }
 
     /// Rejects a shift past `max_model_len`, a bound that the KV cache does not have.

@@ -9,8 +9,10 @@ mod stored;
 
 mod architectures;
 mod attacks;
+mod attacks_on_families;
 mod block_types;
 mod config;
+mod families;
 mod folder;
 mod gguf;
 mod gguf_config;
@@ -18,3 +20,4 @@ mod mutations;
 mod quantize;
 mod quantized_folder;
 mod reading;
+mod spellings;

@@ -6,16 +6,35 @@ use crate::cuda::ops::add_rms_norm::MAX_WIDTH;
 use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
+/// Architectures with which the GPU's forward pass has not been verified.
+const CPU_ONLY: [&str; 3] =
+    ["GraniteMoeHybridForCausalLM", "SeedOssForCausalLM", "HunYuanDenseV1ForCausalLM"];
+
 /// Checks that the kernels support the model. Errors: the first property that they do not support.
 pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported })
     };
+    if let Some(architecture) = CPU_ONLY.into_iter().find(|&name| name == config.arch.architecture) {
+        return refuse("the architecture", architecture.to_owned(), "the same model on the CPU");
+    }
     if !supports_head_width(config.d_head) {
         return refuse("the head width", config.d_head.to_string(), "64, 80, 96, 128");
     }
     if let Some(experts) = config.experts {
         return refuse("a mixture of experts", experts.n.to_string(), "dense models");
+    }
+    if config.arch.qk_norm == QkNorm::RotatedHead {
+        return refuse(
+            "the norm of q and k",
+            "after the rotation".to_owned(),
+            "none, or before the rotation",
+        );
+    }
+    for (what, has_bias) in [("o_proj", config.o_bias), ("the feed-forward block", config.mlp_bias)] {
+        if has_bias {
+            return refuse("a bias", format!("in {what}"), "biases of q, k and v");
+        }
     }
     if config.arch.qk_norm == QkNorm::Projection {
         return refuse("the norm of q and k", "all heads together".to_owned(), "none, or each head's");

@@ -39,7 +39,7 @@ pub(crate) fn read(
     let d_model = fields.required_size("hidden_size")?;
     let d_head = d_head(&fields, arch, d_model, n_heads)?;
     let stated_positions = fields.required_size("max_position_embeddings")?;
-    let ropes = ropes(&fields, arch, stated_positions)?;
+    let ropes = ropes(&fields, arch, d_head, stated_positions)?;
     let mut eos = generation.eos.clone();
     add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
     let mut config = ModelConfig {
@@ -51,7 +51,7 @@ pub(crate) fn read(
         n_heads,
         n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
         d_head,
-        d_ff: fields.required_size(arch.experts.map_or("intermediate_size", |keys| keys.d_ff))?,
+        d_ff: fields.required_size(arch.experts.map_or(arch.d_ff_key, |keys| keys.d_ff))?,
         vocab_size: fields.required_size("vocab_size")?,
         max_positions: ropes.max_positions,
         rms_eps: fields.number("rms_norm_eps")?.unwrap_or(RMS_EPS_DEFAULT) as f32,
@@ -71,7 +71,9 @@ pub(crate) fn read(
         logit_scale: 1.0 / multiplier(&fields, arch, "logits_scaling")?,
         experts: experts(&fields, arch)?,
         tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(arch.tied_default),
-        qkv_bias: arch.qkv_bias,
+        qkv_bias: options::has_bias(&fields, arch.biases.qkv)?,
+        o_bias: options::has_bias(&fields, arch.biases.o)?,
+        mlp_bias: options::has_bias(&fields, arch.biases.mlp)?,
         qk_norm: arch.qk_norm != spec::QkNorm::None,
         bos: fields.token_ids("bos_token_id")?.first().copied(),
         eos,
@@ -79,6 +81,7 @@ pub(crate) fn read(
     config.check()?;
     (config.window, config.windowed) = window::read(&fields, &config)?;
     config.check()?;
+    options::expect_rotation(&fields, arch)?;
     Ok((config, Quantization::read(&fields)?))
 }
 
@@ -123,7 +126,7 @@ struct Ropes {
 /// Reads the rotary embeddings. The new spelling is `rope_parameters`: one set, or one for each type of layer where
 /// layers with a window differ. The old one is `rope_theta` and `rope_local_base_freq`, with `rope_scaling` for layers
 /// without a window.
-fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<Ropes> {
+fn ropes(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize, max_positions: usize) -> Result<Ropes> {
     rope::reject_partial_rotation(fields)?;
     // The base of layers without a window: transformers has another default for Gemma 3.
     let theta_default = if arch.local_theta.is_some() { 1e6 } else { ROPE_THETA_DEFAULT };
@@ -136,6 +139,12 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<R
     }
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(set) = fields.object(key)? else { continue };
+        if arch.rope_alpha
+            && let Some(theta) = rope::stretched_base(&set, theta, d_head)?
+        {
+            ropes.rope = RopeConfig::plain(theta);
+            continue;
+        }
         if !set.map.values().any(Value::is_object) {
             (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
             continue;

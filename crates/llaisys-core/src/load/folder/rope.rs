@@ -1,9 +1,13 @@
 //! The rotary embedding in `config.json`: `rope_scaling` or `rope_parameters`.
 
+use crate::arch::bounds::bounded;
 use crate::arch::rope::{RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude};
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
 use serde_json::Value;
+
+/// Bounds of the factor that stretches a base.
+const ALPHA: (f64, f64) = (1.0, 1e6);
 
 /// The parts of `config.json` outside of the set.
 #[derive(Debug, Clone, Copy)]
@@ -79,6 +83,20 @@ pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Re
         }
     };
     Ok((RopeConfig { theta, scaling }, max_positions))
+}
+
+/// Returns the base of a dynamic set with `alpha`: `theta * alpha^(d / (d - 2))`, for sequences of every length. None for
+/// other sets. Errors: a key of another type, or out of bounds.
+pub(super) fn stretched_base(set: &Fields<'_>, theta: f64, d_head: usize) -> Result<Option<f64>> {
+    let kind = set.text("rope_type")?.or(set.text("type")?);
+    // transformers takes 0 for none.
+    let Some(alpha) = set.number("alpha")?.filter(|&alpha| alpha != 0.0 && kind == Some("dynamic")) else {
+        return Ok(None);
+    };
+    bounded("the rope's alpha", alpha, ALPHA.0, ALPHA.1)?;
+    let theta = set.number("rope_theta")?.unwrap_or(theta);
+    let width = d_head as f64;
+    Ok(Some(theta * alpha.powf(width / (width - 2.0))))
 }
 
 fn numbers(set: &Fields<'_>, key: &'static str) -> Result<Option<Vec<f32>>, FormatError> {

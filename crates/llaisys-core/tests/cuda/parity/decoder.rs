@@ -206,4 +206,12 @@ fn unsupported_models_are_refused_by_name() {
     );
     let experts = refused(&Tiny { d_head: 16, ..Tiny::experts(3) });
     assert!(experts.contains("on a GPU"), "{experts}");
+    let bias = refused(&Tiny::for_gpu("LlamaForCausalLM", true).with_biases());
+    assert!(bias.contains("a bias \"in o_proj on a GPU\""), "{bias}");
+    let hunyuan = refused(&Tiny::for_gpu("HunYuanDenseV1ForCausalLM", true));
+    assert!(hunyuan.contains("the architecture \"HunYuanDenseV1ForCausalLM on a GPU\""), "{hunyuan}");
+    let seed_oss = refused(&Tiny::sized("SeedOssForCausalLM", true, |model| {
+        model.more_keys = r#", "attention_bias": false"#.into();
+    }));
+    assert!(seed_oss.contains("the architecture \"SeedOssForCausalLM on a GPU\""), "{seed_oss}");
 }
