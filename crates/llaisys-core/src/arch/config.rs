@@ -4,6 +4,7 @@ use crate::arch::bounds::{bounded, check_id};
 use crate::arch::rope::RopeConfig;
 use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{ExpertPart, LayerWeight, NameTable, WeightId};
+use crate::arch::wrapper::Wrapper;
 use crate::error::FormatError;
 
 /// The hyper-parameters of the forward pass. Only [`crate::load::checkpoint::Checkpoint::open`] creates them, so every
@@ -14,6 +15,8 @@ pub struct ModelConfig {
     pub arch: &'static ArchSpec,
     /// The names of tensors in the container.
     pub names: &'static NameTable,
+    /// The multimodal architecture that contains the model.
+    pub wrapper: Option<&'static Wrapper>,
     /// Added to the container's norm weights.
     pub norm_offset: f32,
     /// Layers.
@@ -162,6 +165,12 @@ impl ModelConfig {
     /// The window of layer `index`; None if it sees all positions.
     pub fn window_of(&self, index: usize) -> Option<usize> {
         self.window.filter(|_| self.windowed[index])
+    }
+
+    /// The name of a weight's tensor; None if the container does not store the weight by itself.
+    pub fn name(&self, id: WeightId) -> Option<String> {
+        let name = self.names.name(id)?;
+        Some(self.wrapper.map_or_else(|| name.clone(), |wrapper| wrapper.name(&name)))
     }
 
     /// The id of every weight of this model, as the container stores them.

@@ -90,6 +90,7 @@ impl Text {
         let ModelConfig {
             arch,
             names: _,
+            wrapper: _,
             norm_offset,
             n_layers,
             d_model,

@@ -17,11 +17,14 @@ fn attacks_on_keys_of_families() {
         let set = json!({"type": "dynamic", "alpha": alpha});
         of(scratch, "HunYuanDenseV1ForCausalLM", &[("rope_scaling", set)])
     }
+    fn wrapped(scratch: &TempFolder, text: Value) -> PathBuf {
+        of(scratch, "Mistral3ForConditionalGeneration", &[("text_config", text)])
+    }
     fn granite_file(scratch: &TempFolder, sizes: Meta) -> PathBuf {
         let file = Gguf::small("granite").with("granite.attention.head_count_kv", sizes);
         scratch.write("x.gguf", file.bytes())
     }
-    let table: [(&str, Maker, &[&str]); 10] = [
+    let table: [(&str, Maker, &[&str]); 15] = [
         ("an alpha of text", |s| hunyuan(s, json!("1000")), &["alpha", "not a number"]),
         ("a negative alpha", |s| hunyuan(s, json!(-1)), &["the rope's alpha is -1"]),
         ("an alpha beyond numbers", |s| hunyuan(s, json!(1e300)), &["the rope's alpha is 1000"]),
@@ -64,6 +67,27 @@ fn attacks_on_keys_of_families() {
                 of(s, "GraniteMoeHybridForCausalLM", &keys)
             },
             &["position_embedding_type", "not a string"],
+        ),
+        ("no text model", |s| wrapped(s, Value::Null), &["config.json has no \"text_config\""]),
+        ("a text model that is a list", |s| wrapped(s, json!([])), &["text_config", "not an object"]),
+        (
+            "a text model without a type",
+            |s| wrapped(s, json!({"hidden_size": 16})),
+            &["no \"architectures\""],
+        ),
+        (
+            "a wrapper in a wrapper",
+            |s| wrapped(s, json!({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {}})),
+            &["Mistral3ForConditionalGeneration", "not supported"],
+        ),
+        (
+            "tensors of the text model without their prefix",
+            |s| {
+                let mut text = llama().config;
+                text.insert("architectures".into(), json!(["LlamaForCausalLM"]));
+                wrapped(s, text.into())
+            },
+            &["12 tensors are missing", "language_model.model.embed_tokens.weight"],
         ),
         (
             "a million key-value heads, one for each layer that does not exist",

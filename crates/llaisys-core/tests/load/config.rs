@@ -225,7 +225,11 @@ fn sampling_defaults_do_not_depend_on_do_sample() {
 #[test]
 fn architectures_are_found_by_name() {
     let supported = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM";
-    for (name, supported) in [("Gemma3ForConditionalGeneration", supported), ("", "Llama")] {
+    for (name, supported) in [
+        ("LlavaForConditionalGeneration", supported),
+        ("LlavaForConditionalGeneration", "same text models in Mistral3ForConditionalGeneration, Gemma3"),
+        ("", "Llama"),
+    ] {
         let error = unsupported(small().with("architectures", json!([name])).open());
         assert_names(&error, &[name, supported]);
     }

@@ -21,3 +21,4 @@ mod quantize;
 mod quantized_folder;
 mod reading;
 mod spellings;
+mod wrapped;

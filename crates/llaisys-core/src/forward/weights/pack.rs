@@ -171,7 +171,7 @@ impl Packer<'_> {
     }
 
     fn name(&self, stored: WeightId) -> String {
-        self.checkpoint.config().names.name(stored).expect("stored weights have names")
+        self.checkpoint.config().name(stored).expect("stored weights have names")
     }
 
     /// Packs gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in

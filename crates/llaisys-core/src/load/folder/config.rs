@@ -5,12 +5,14 @@
 use crate::arch::config::{Experts, ModelConfig, add_ids};
 use crate::arch::rope::RopeConfig;
 use crate::arch::spec::{self, ArchSpec, SoftCap};
+use crate::arch::wrapper::WRAPPERS;
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::ModelFolder;
 use crate::load::folder::fields::Fields;
 use crate::load::folder::generation_config::GenerationConfig;
 use crate::load::folder::quantization::Quantization;
 use crate::load::folder::rope;
+use crate::load::folder::text_config::{self, TextConfig};
 use crate::load::folder::{options, window};
 use serde_json::Value;
 
@@ -29,7 +31,9 @@ pub(crate) fn read(
     generation: &GenerationConfig,
 ) -> Result<(ModelConfig, Option<Quantization>)> {
     let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
-    let map = folder.object(FILE)?.ok_or_else(missing)?;
+    let whole = folder.object(FILE)?.ok_or_else(missing)?;
+    let whole = Fields { file: FILE, map: &whole };
+    let TextConfig { map, wrapper } = text_config::read(&whole)?;
     let fields = Fields { file: FILE, map: &map };
     let arch = architecture_of(&fields)?;
     options::reject_unsupported(&fields, arch)?;
@@ -41,10 +45,13 @@ pub(crate) fn read(
     let stated_positions = fields.required_size("max_position_embeddings")?;
     let ropes = ropes(&fields, arch, d_head, stated_positions)?;
     let mut eos = generation.eos.clone();
-    add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
+    for fields in [fields, whole] {
+        add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
+    }
     let mut config = ModelConfig {
         arch,
         names: arch.folder_names,
+        wrapper,
         norm_offset: arch.folder_norm_offset,
         n_layers,
         d_model,
@@ -91,11 +98,19 @@ fn architecture_of(fields: &Fields<'_>) -> Result<&'static ArchSpec> {
     if let Some(first) = fields.list(key)?.and_then(<[Value]>::first) {
         let wrong = FormatError::KeyType { file: FILE, key, expected: "a list of strings" };
         let name = first.as_str().ok_or(wrong)?;
-        return Ok(spec::find(name, |arch| arch.architecture)?);
+        return Ok(spec::find(name, |arch| arch.architecture).map_err(with_wrappers)?);
     }
     let missing = FormatError::KeyMissing { file: FILE, key };
     let name = fields.text("model_type")?.ok_or(missing)?;
     Ok(spec::find(name, |arch| arch.model_type)?)
+}
+
+/// Adds the supported multimodal architectures to the error of an unknown one.
+fn with_wrappers(error: Unsupported) -> Unsupported {
+    let Unsupported::Architecture { name, supported } = error else { return error };
+    let wrappers = WRAPPERS.iter().map(|wrapper| wrapper.architecture).collect::<Vec<_>>().join(", ");
+    let supported = format!("{supported}; and the same text models in {wrappers}");
+    Unsupported::Architecture { name, supported }
 }
 
 fn d_head(

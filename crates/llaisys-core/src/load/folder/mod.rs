@@ -7,6 +7,7 @@ mod options;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub(crate) mod quantization;
 mod rope;
+mod text_config;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 mod window;
 

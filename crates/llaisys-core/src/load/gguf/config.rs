@@ -51,6 +51,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let mut config = ModelConfig {
         arch,
         names: arch.gguf_names,
+        wrapper: None,
         norm_offset: 0.0,
         n_layers,
         d_model,
