@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from llaisys.text.chat_template import ChatTemplate, load_chat_template
 from llaisys.text.pooling_type import DEFAULT as DEFAULT_POOLING
 from llaisys.text.pooling_type import model_pooling
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def load_model_assets(config: Config) -> ModelAssets:
         check_store(config.session_store)
     resolved = resolve_model(config.model, config.revision)
     info = inspect_model(resolved.path)
+    _log_skipped_tensors(info)
     defaults: dict[str, Any] = {}
     if config.generation_config == "auto":
         defaults = {**resolved.sampling_defaults, **info.generation}
@@ -101,6 +105,20 @@ def load_model_assets(config: Config) -> ModelAssets:
     )
     model.tokenizer.warm_up()
     return model
+
+
+def _log_skipped_tensors(info: ModelInfo) -> None:
+    """Log, in one line, how many tensors of a multimodal checkpoint are skipped."""
+    if not info.skipped_tensors:
+        return
+    counts = ", ".join(f"{prefix}* {n}" for prefix, n in info.skipped_tensors.items())
+    log.info(
+        "%s is multimodal; its text model %s is loaded, and %d tensors of other parts are skipped (%s)",
+        info.path,
+        info.architecture,
+        sum(info.skipped_tensors.values()),
+        counts,
+    )
 
 
 def _draft(config: Config) -> ModelInfo | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 # How a prompt's final hidden states become an embedding: the mean of all, or the last.
@@ -70,6 +70,8 @@ class ModelInfo:
       `repetition_penalty`).
     - `tokenizer`: the tokenizer of a GGUF. None for a folder, which has a `tokenizer.json` instead.
     - `pooling_type`: llama.cpp's number in a GGUF, else None.
+    - `skipped_tensors`: prefix of names -> number of tensors of a multimodal checkpoint that the text model
+      does not use.
     """
 
     path: str
@@ -94,3 +96,4 @@ class ModelInfo:
     generation: dict[str, Any]
     tokenizer: GgufTokenizer | None
     pooling_type: int | None = None
+    skipped_tensors: dict[str, int] = field(default_factory=dict)

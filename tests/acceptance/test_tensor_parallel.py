@@ -12,8 +12,16 @@ from llaisys import LLM, RequestOutput, SamplingParams
 from llaisys.errors import UnsupportedError
 from serving import serving
 
-# Models with two key-value heads: tied and untied output matrix, biases, head norms.
-FOLDERS = ["qwen2-tied-bf16", "llama-untied-bf16", "llama3-rope-bf16", "mistral-bf16", "qwen3-tied-bf16"]
+# Models with two key-value heads: tied and untied output matrix, biases, head norms, multipliers.
+FOLDERS = [
+    "qwen2-tied-bf16",
+    "llama-untied-bf16",
+    "llama3-rope-bf16",
+    "mistral-bf16",
+    "qwen3-tied-bf16",
+    "granite4_bf16",
+    "hunyuan_dense_bf16",
+]
 SMOLLM2 = Path(__file__).parents[1] / "data" / "smollm2-135m" / "golden.json"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 

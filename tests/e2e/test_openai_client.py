@@ -214,6 +214,15 @@ def test_bad_requests_name_the_field(
     assert caught.value.type == "invalid_request_error"
 
 
+def test_an_image_is_refused_by_its_type_and_place(client: openai.OpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
+    with pytest.raises(openai.BadRequestError, match="images, sound and files are not read") as caught:
+        client.chat.completions.create(messages=messages, **greedy())
+    assert caught.value.param == "messages[0].content[1]"
+    assert "image_url" in str(caught.value)
+
+
 def test_a_request_beyond_the_context_is_rejected_with_both_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt=[5] * 10, max_tokens=65536)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
+from parity.families import FAMILIES
 from parity.numpy_forward import Shape
-from parity.random_model import FAMILIES, FUSED, neighbors
+from parity.random_model import FUSED, neighbors
 
 
 def read_weights(path: Path) -> dict[str, NDArray[np.float32]]:
@@ -50,6 +50,7 @@ def read_shape(folder: Path, context: int = 512) -> Shape:
         rope[original] = config[original]
     kinds = config.get("layer_types", []) if facts.window == "pattern" else []
     d_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    biased = {part for key, parts in facts.biases if config.get(key) for part in parts.split()}
     return Shape(
         n_layers=config["num_hidden_layers"],
         d_model=config["hidden_size"],
@@ -60,7 +61,9 @@ def read_shape(folder: Path, context: int = 512) -> Shape:
         vocab_size=config["vocab_size"],
         rope_theta=theta,
         rms_eps=config["rms_norm_eps"],
-        qkv_bias=facts.qkv_bias,
+        qkv_bias=facts.qkv_bias or "qkv" in biased,
+        o_bias="o" in biased,
+        mlp_bias="mlp" in biased,
         qk_norm=facts.qk_norm,
         tied=config["tie_word_embeddings"],
         max_positions=config["max_position_embeddings"],
@@ -74,6 +77,10 @@ def read_shape(folder: Path, context: int = 512) -> Shape:
         windowed=tuple(kind == "sliding_attention" for kind in kinds),
         pre_norms=facts.pre_norms,
         post_norms=facts.post_norms,
+        embed_scale=float(config.get("embedding_multiplier", 1)),
+        residual_scale=float(config.get("residual_multiplier", 1)),
+        score_scale=config.get("attention_multiplier"),
+        logit_scale=1 / config.get("logits_scaling", 1.0),
     )
 
 
@@ -82,24 +89,14 @@ def _rotated(config: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(flag == 1 for flag in config.get("no_rope_layers", default))
 
 
-def text_folder(folder: Path, target: Path, without: Sequence[str] = ()) -> Path:
-    """Return a folder of the text model alone: `folder` itself, or a copy in `target`.
-
-    The copy of a vision-language model has its text model's configuration and tensors. Keys of `without` are
-    removed from the configuration.
-    """
+def folder_without(folder: Path, target: Path, keys: Sequence[str]) -> Path:
+    """Return a copy of a folder in `target` whose configuration lacks some keys."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    if "text_config" not in config and not without:
-        return folder
-    text = {key: value for key, value in config.get("text_config", config).items() if key not in without}
-    copy = target / "text"
+    copy = target / "copy"
     copy.mkdir()
-    if "text_config" in config:
-        text["architectures"] = [FAMILIES[text["model_type"]].architecture]
-        save_file(read_text_weights(folder), copy / "model.safetensors")
-    else:
-        shutil.copy(folder / "model.safetensors", copy)
-    (copy / "config.json").write_text(json.dumps(text), encoding="utf-8")
+    shutil.copy(folder / "model.safetensors", copy)
+    kept = {key: value for key, value in config.items() if key not in keys}
+    (copy / "config.json").write_text(json.dumps(kept), encoding="utf-8")
     return copy
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from parity.numpy_forward import Shape, rope_amplitude, rope_frequencies
-from parity.random_model import FAMILIES, Weights, fuse, neighbors
+from parity.families import FAMILIES
+from parity.numpy_forward import Shape, rope_amplitude, rope_frequencies, stretched_theta
+from parity.random_model import Weights, fuse, neighbors
 
 Value = bool | int | float | str | list[str] | list[int] | list[bool]
 
@@ -71,6 +72,11 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
         for name in ("fast", "slow"):
             if f"beta_{name}" in rope:
                 keys[f"rope.scaling.yarn_beta_{name}"] = rope[f"beta_{name}"]
+    if rope.get("rope_type") == "dynamic":
+        keys["rope.freq_base"] = stretched_theta(shape)
+    if family == "granitemoehybrid":
+        keys |= {"attention.head_count_kv": [shape.n_kv_heads] * shape.n_layers, "expert_count": 0}
+        keys |= {"rope.scaling.finetuned": True, "ssm.conv_kernel": 4, "ssm.state_size": 128}
     if "original_max_position_embeddings" in rope:
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope.get("rope_type") == "longrope":
@@ -103,7 +109,7 @@ def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArr
     if FAMILIES[family].gguf_neighbors:
         # The rows of a rotary pair are rows 2i and 2i + 1.
         weights = neighbors(shape, weights)
-    stored = fuse(family, shape, weights)
+    stored = fuse(family, shape, weights) if FAMILIES[family].gguf_fused else dict(weights)
     tensors: dict[str, NDArray[np.float32]] = {}
     for i in range(shape.n_layers):
         if shape.experts is not None:
@@ -118,7 +124,10 @@ def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArr
             tensors[f"{_TOP[stem]}.{kind}"] = value
             continue
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        tensors[f"blk.{layer}.{_NAMES[part]}.{kind}"] = value
+        theirs = _NAMES[part]
+        if family == "seed_oss" and theirs == "ffn_norm":
+            theirs = "post_attention_norm"
+        tensors[f"blk.{layer}.{theirs}.{kind}"] = value
     if shape.rope.get("rope_type") == "llama3":
         plain = rope_frequencies(_without_scaling(shape))
         tensors["rope_freqs.weight"] = (plain / rope_frequencies(shape)).astype(np.float32)

@@ -41,7 +41,7 @@ class Shape:
     rope_theta: float
     rms_eps: float
     qkv_bias: bool
-    qk_norm: str  # "none", "head", "projection"
+    qk_norm: str  # "none", "head", "rotated_head" (after the rotary embedding), "projection"
     tied: bool
     max_positions: int = 256
     rope: Mapping[str, Any] = field(default_factory=dict)  # a set of `rope_parameters` without its base
@@ -62,6 +62,8 @@ class Shape:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
+    o_bias: bool = False
+    mlp_bias: bool = False
 
     @property
     def rope_width(self) -> int:
@@ -83,6 +85,8 @@ def rope_frequencies(shape: Shape) -> F64:
     half = width // 2
     plain = np.asarray(theta ** (-np.arange(half) / half))
     kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
+    if kind == "dynamic":
+        return np.asarray(stretched_theta(shape) ** (-np.arange(half) / half))
     if kind == "linear":
         return plain / factor
     if kind == "llama3":
@@ -104,6 +108,11 @@ def rope_frequencies(shape: Shape) -> F64:
         is_long = shape.context > rope["original_max_position_embeddings"]
         return plain / np.asarray(rope["long_factor" if is_long else "short_factor"])
     return plain
+
+
+def stretched_theta(shape: Shape) -> float:
+    """Return Hunyuan's base: stretched once, whatever the length of a sequence."""
+    return float(shape.rope_theta * shape.rope["alpha"] ** (shape.d_head / (shape.d_head - 2)))
 
 
 def rope_amplitude(shape: Shape) -> float:
@@ -175,7 +184,7 @@ class _Layer:
     def head_norm(self, x: F64, name: str) -> F64:
         if self.shape.qk_norm == "projection":
             return self.norm(x.reshape(len(x), -1), name).reshape(x.shape)
-        return self.norm(x, name, self.shape.qk_norm == "head")
+        return self.norm(x, name, self.shape.qk_norm != "none")
 
     def attend(self, x: F64, turns: F64) -> F64:
         s, t = self.shape, len(x)
@@ -183,13 +192,17 @@ class _Layer:
         q = self.linear(h, "self_attn.q_proj").reshape(t, s.n_heads, s.d_head)
         k = self.linear(h, "self_attn.k_proj").reshape(t, s.n_kv_heads, s.d_head)
         v = self.linear(h, "self_attn.v_proj").reshape(t, s.n_kv_heads, s.d_head)
-        q, k = self.head_norm(q, "self_attn.q_norm"), self.head_norm(k, "self_attn.k_norm")
+        norms_rotated = s.qk_norm == "rotated_head"
+        if not norms_rotated:
+            q, k = self.head_norm(q, "self_attn.q_norm"), self.head_norm(k, "self_attn.k_norm")
         is_windowed, amplitude = bool(s.windowed) and s.windowed[self.index], rope_amplitude(s)
         if is_windowed and s.local_theta is not None:
             half = s.rope_width // 2
             turns, amplitude = s.local_theta ** (-np.arange(half) / half), 1.0
         if not s.rotated or s.rotated[self.index]:
             q, k = rope(q, turns, amplitude), rope(k, turns, amplitude)
+        if norms_rotated:
+            q, k = self.head_norm(q, "self_attn.q_norm"), self.head_norm(k, "self_attn.k_norm")
         q = q * query_factors(s, t)
         mixed = self.linear(attention(s, q, k, v, s.window if is_windowed else None), "self_attn.o_proj")
         return self.norm(mixed, "attn_post_norm", s.post_norms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,116 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from parity.families import FAMILIES, Family
 from parity.numpy_forward import Experts, Shape
 
 Weights = Mapping[str, NDArray[np.float32]]
-
-
-@dataclass(frozen=True)
-class Family:
-    """The properties that all models of a family share."""
-
-    architecture: str
-    gguf: str | None = None  # `general.architecture`; None: its files are another family's
-    qkv_bias: bool = False
-    qk_norm: str = "none"
-    pre_norms: bool = True
-    post_norms: bool = False
-    norm_offset: float = 0.0  # subtracted from norm weights in a folder
-    activation: str = "silu"
-    window: str = "none"  # or "all", "switched", "from_layer", "pattern"
-    local_rope: bool = False
-    unscaled_local_rope: bool = False
-    partial: tuple[float, ...] = (1.0,)  # rotated shares of a head
-    unrotated: bool = False  # some layers are not rotated
-    scaled_queries: bool = False
-    neighbors: bool = False  # pairs are rows 2i and 2i + 1 in a folder
-    gguf_neighbors: bool = False  # and in a GGUF file
-    fused: tuple[str, ...] = ()  # "qkv", "gate_up": projections in one tensor
-    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    multipliers: bool = False
-    scalar: bool = False
-    soft_caps: tuple[str, ...] = ()
-    experts: bool = False
-    renamed: tuple[tuple[str, str], ...] = ()  # Llama's names -> a folder's
-
-
-_FOUR_NORMS = (
-    ("post_attention_layernorm", "pre_feedforward_layernorm"),
-    ("attn_post_norm", "post_attention_layernorm"),
-    ("ffn_post_norm", "post_feedforward_layernorm"),
-)
-_GLM_NORMS = (("attn_post_norm", "post_self_attn_layernorm"), ("ffn_post_norm", "post_mlp_layernorm"))
-_OLMO: dict[str, Any] = {
-    "qk_norm": "projection",
-    "pre_norms": False,
-    "post_norms": True,
-    "renamed": _FOUR_NORMS,
-}
-_MIXTRAL = (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"), ("mlp.", "block_sparse_moe."))
-_GEMMA: dict[str, Any] = {
-    "post_norms": True,
-    "norm_offset": 1.0,
-    "activation": "gelu_tanh",
-    "window": "pattern",
-    "scalar": True,
-    "renamed": _FOUR_NORMS,
-}
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", gguf_neighbors=True),
-    "mistral": Family("MistralForCausalLM", window="all"),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window="from_layer"),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", qk_norm="head", window="from_layer"),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        "phi3",
-        window="all",
-        ropes=("default", "longrope"),
-        partial=(1.0, 0.75, 0.5),
-        fused=("qkv", "gate_up"),
-    ),
-    "olmo2": Family("Olmo2ForCausalLM", "olmo2", **_OLMO),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        "olmo2",
-        window="pattern",
-        local_rope=True,
-        unscaled_local_rope=True,
-        ropes=("default", "yarn"),
-        **_OLMO,
-    ),
-    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", unrotated=True, gguf_neighbors=True),
-    "ministral3": Family(
-        "Ministral3ForCausalLM",
-        "mistral3",
-        window="all",
-        ropes=("yarn",),
-        scaled_queries=True,
-        gguf_neighbors=True,
-    ),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        "glm4",
-        qkv_bias=True,
-        post_norms=True,
-        partial=(0.5, 0.25),
-        neighbors=True,
-        gguf_neighbors=True,
-        fused=("gate_up",),
-        renamed=_GLM_NORMS,
-    ),
-    "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", neighbors=True, gguf_neighbors=True),
-    "granite": Family("GraniteForCausalLM", "granite", multipliers=True, gguf_neighbors=True),
-    "gemma2": Family("Gemma2ForCausalLM", "gemma2", soft_caps=("attn", "final"), **_GEMMA),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", "gemma3", qk_norm="head", local_rope=True, soft_caps=("final",), **_GEMMA
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM", "llama", window="all", experts=True, gguf_neighbors=True, renamed=_MIXTRAL
-    ),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "qwen3moe", qk_norm="head", window="switched", experts=True),
-}
 
 
 @st.composite
@@ -141,6 +34,7 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
     theta, rope = draw(st.sampled_from([1e4, 5e5, 1e6])), draw(_ropes(facts, d_rope(d_head, share)))
     every = 4 if gguf else draw(st.integers(1, 4))
     n_experts = draw(st.integers(2, 6))
+    biased = {part for _, parts in facts.biases if draw(st.booleans()) for part in parts.split()}
     multiplied = {name: draw(scale) for name in _MULTIPLIERS} if facts.multipliers else {}
     if facts.activation == "gelu_tanh":
         multiplied["embed_scale"] = float(np.float32(np.sqrt(d_model)))
@@ -156,7 +50,9 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
         vocab_size=draw(st.integers(10, 130)),
         rope_theta=theta,
         rms_eps=draw(st.sampled_from([1e-6, 1e-5])),
-        qkv_bias=facts.qkv_bias,
+        qkv_bias=facts.qkv_bias or "qkv" in biased,
+        o_bias="o" in biased,
+        mlp_bias="mlp" in biased,
         qk_norm=facts.qk_norm,
         tied=draw(st.booleans()),
         rope=rope,
@@ -231,6 +127,8 @@ def _ropes(draw: st.DrawFn, facts: Family, width: int) -> dict[str, Any]:
     factor = draw(st.sampled_from([2.0, 8.0]))
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
+    if kind == "dynamic":
+        return {"rope_type": kind, "alpha": draw(st.sampled_from([2.0, 50.0]))}
     if kind == "llama3":
         turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         return {
@@ -293,6 +191,11 @@ def random_weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
                 width = size if shape.qk_norm == "projection" else shape.d_head
                 w[f"{layer}self_attn.{name}_norm.weight"] = norm(width)
         w[layer + "self_attn.o_proj.weight"] = matrix(shape.d_model, q_size)
+        if shape.o_bias:
+            w[layer + "self_attn.o_proj.bias"] = matrix(shape.d_model, 1)[:, 0] * 0.3
+        if shape.mlp_bias:
+            for name, size in (("gate", shape.d_ff), ("up", shape.d_ff), ("down", shape.d_model)):
+                w[f"{layer}mlp.{name}_proj.bias"] = matrix(size, 1)[:, 0] * 0.3
         mlps = ["mlp"]
         if shape.experts is not None:
             mlps = [f"mlp.experts.{e}" for e in range(shape.experts.n)]
@@ -331,6 +234,8 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
         config["partial_rotary_factor"] = (shape.rope_width + 0.5) / shape.d_head if is_part else 1.0
     if shape.rotated:
         config["no_rope_layers"] = [int(is_rotated) for is_rotated in shape.rotated]
+    for key, parts in facts.biases:
+        config[key] = {"qkv": shape.qkv_bias, "o": shape.o_bias, "mlp": shape.mlp_bias}[parts.split()[0]]
     if facts.activation == "gelu_tanh":
         config["hidden_activation"] = "gelu_pytorch_tanh"
     if facts.multipliers:
@@ -357,6 +262,15 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
+    if family == "granitemoehybrid":
+        config |= {
+            "intermediate_size": 3 * shape.d_ff,
+            "shared_intermediate_size": shape.d_ff,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["attention"] * shape.n_layers,
+        }
     return config | _rope_keys(shape, old_spelling)
 
 

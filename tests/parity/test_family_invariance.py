@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from golden import load_golden
 from invariance import ALONE, SEED, SETTINGS, Model, run
-from llaisys.errors import UnsupportedError
-from parity.checkpoints import text_folder
 from runner import LOGITS, Runner
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
@@ -32,16 +30,18 @@ MODELS = [
     ("ministral3_bf16", 112),
     ("glm4_bf16", 112),
     ("ernie4_5_bf16", 112),
+    ("granite4_bf16", 112),
+    ("hunyuan_dense_bf16", 112),
+    ("llama_bias_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24
 
 
 @pytest.fixture(params=MODELS, ids=lambda param: f"{param[0]}-{param[1]}")
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+def model(request: pytest.FixtureRequest) -> Model:
     name, max_len = request.param
-    folder = text_folder(GOLDENS / name, tmp_path)
-    return Model(load_golden(GOLDENS / name), folder, N_REQUESTS, max_len)
+    return Model(load_golden(GOLDENS / name), GOLDENS / name, N_REQUESTS, max_len)
 
 
 def test_the_same_bits(model: Model) -> None:
@@ -106,13 +106,3 @@ def test_contexts_with_other_factors_of_longrope_have_other_fingerprints() -> No
         with Runner(folder, max_model_len=max_model_len) as runner:
             fingerprints.append(runner.context.fingerprint())
     assert fingerprints[0] == fingerprints[1] != fingerprints[2] == fingerprints[3]
-
-
-def test_positions_are_not_shifted_where_results_depend_on_them(tmp_path: Path) -> None:
-    with Runner(text_folder(GOLDENS / "ministral3_bf16", tmp_path)) as runner:
-        sequence = Sequence(runner)
-        want = sequence.extend([1, 2, 3])
-        with pytest.raises(UnsupportedError, match=r"Ministral3ForCausalLM.*scale queries by position"):
-            runner.context.kv_seq_add(sequence.id, -1, -1, 5)
-        assert runner.context.kv_seq_pos_max(sequence.id) == 2
-        assert np.array_equal(Sequence(runner).extend([1, 2, 3]), want)

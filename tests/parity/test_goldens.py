@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llaisys._core import available_isas
-from parity.checkpoints import read_model, read_shape, read_weights, text_folder
+from parity.checkpoints import folder_without, read_model, read_shape, read_weights
 from parity.gguf_model import write_gguf
 from parity.numpy_forward import forward
 from runner import Runner
@@ -47,7 +47,13 @@ def test_goldens_cover_every_family_and_layout() -> None:
         "qwen3-tied-bf16",
     ]
     # A draft model for qwen2-tied-bf16; a folder saved by transformers 5: `num_local_experts`.
-    assert sorted(["draft_qwen2_bf16", "qwen3_moe_bf16", *NEW_FAMILIES]) == SLIM
+    forms = [
+        "granite4_bf16",
+        "hunyuan_dense_bf16",
+        "llama_bias_bf16",
+        "seed_oss_bf16",
+    ]  # test_golden_forms.py
+    assert sorted(["draft_qwen2_bf16", "qwen3_moe_bf16", *forms, *NEW_FAMILIES]) == SLIM
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -80,13 +86,12 @@ def contexts(name: str, golden: Mapping[str, NDArray[Any]]) -> dict[int, list[in
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("folder", SLIM)
-def test_core_agrees_with_slim_goldens(folder: str, isa: str, tmp_path: Path) -> None:
+def test_core_agrees_with_slim_goldens(folder: str, isa: str) -> None:
     golden = np.load(GOLDENS / folder / "golden.npz")
-    path = text_folder(GOLDENS / folder, tmp_path)
     assert sum(name.startswith("prompt_") for name in golden.files) == 4
     tolerance = max(20 * float(golden["noise"]), TOLERANCE)
     for context, prompts in contexts(folder, golden).items():
-        with Runner(path, isa=isa, max_model_len=context) as runner:
+        with Runner(GOLDENS / folder, isa=isa, max_model_len=context) as runner:
             for i in prompts:
                 prompt, rows = golden[f"prompt_{i}"].tolist(), golden[f"rows_{i}"]
                 logits, hidden = runner.forward(prompt)
@@ -105,8 +110,9 @@ def test_gguf_of_a_golden_gives_equal_outputs(name: str, tmp_path: Path) -> None
     A GGUF file of SmolLM3 has no key for the layers that are not rotated: they are every fourth one.
     """
     golden = np.load(GOLDENS / name / "golden.npz")
-    unstated = ("no_rope_layers", "no_rope_layer_interval") if name == "smollm3_bf16" else ()
-    folder = text_folder(GOLDENS / name, tmp_path, without=unstated)
+    folder = GOLDENS / name
+    if name == "smollm3_bf16":
+        folder = folder_without(folder, tmp_path, ["no_rope_layers", "no_rope_layer_interval"])
     for context, prompts in contexts(name, golden).items():
         family, shape, weights = read_model(folder, context)
         path = write_gguf(tmp_path / "model.gguf", family, shape, weights)

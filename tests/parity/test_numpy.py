@@ -15,9 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from parity.families import FAMILIES
 from parity.gguf_model import write_gguf
 from parity.numpy_forward import Shape, forward
-from parity.random_model import FAMILIES, random_weights, shapes, write_model
+from parity.random_model import random_weights, shapes, write_model
 from runner import Runner
 
 # f32 products of at most 320 terms near 1 in three layers: an error of 1e-5 of the largest logit is 80 ulp

@@ -14,11 +14,12 @@ from llaisys._core import Context
 from llaisys.engine.worker import inspect_model
 from llaisys.hub import resolve_model
 from parity.checkpoints import read_weights
+from parity.families import FAMILIES
 from parity.gguf_files import read_tensors, write_like
 from parity.gguf_model import write_gguf
 from parity.int4_folders import Scheme, write_quantized
 from parity.numpy_forward import Shape
-from parity.random_model import FAMILIES, random_weights, shapes, write_model
+from parity.random_model import random_weights, shapes, write_model
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"]

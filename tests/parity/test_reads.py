@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llaisys._core import inspect
+from parity.families import FAMILIES
 from parity.gguf_model import write_gguf
-from parity.random_model import FAMILIES, random_weights, shapes, write_model
+from parity.random_model import random_weights, shapes, write_model
 from runner import Runner
 
 CONTAINERS = [(family, "folder") for family in sorted(FAMILIES)]

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from parity.families import FAMILIES
 from parity.gguf_model import gguf_tensors, write_gguf
-from parity.random_model import FAMILIES, folder_weights, random_weights, shapes, write_model
+from parity.random_model import folder_weights, random_weights, shapes, write_model
 from runner import Runner
 
 CONTAINERS = [(family, gguf) for family in sorted(FAMILIES) for gguf in (False, True)]

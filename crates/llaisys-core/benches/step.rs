@@ -24,8 +24,8 @@ use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
 use llaisys_core::ops::{
-    self, AttentionRow, AttentionRows, Gate, HeadWidths, LinearPart, OpContext, PrunedArgmaxScratch, Queries,
-    RopeTable, Scoring,
+    self, AttentionRow, AttentionRows, Gate, GatedPart, HeadWidths, LinearPart, OpContext,
+    PrunedArgmaxScratch, Queries, RopeTable, Scoring,
 };
 use llaisys_core::tensor::{AlignedBuf, KvLayer, KvLayerMut, RowView};
 use llaisys_core::threads::{Pool, share};
@@ -292,7 +292,8 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
         laps.lap(6);
         ops::rms_norm(cx, &r.x, &weight, 1e-6, &mut r.normed);
         laps.lap(7);
-        ops::linear_gated(cx, &r.normed, &layer.gate_up, Gate::Silu, &mut r.inner);
+        let part = GatedPart { gate_up: &layer.gate_up, bias: None, gate: Gate::Silu };
+        ops::linear_gated(cx, &r.normed, part, &mut r.inner);
         laps.lap(8);
         ops::linear_add(cx, &r.inner, &layer.down, &mut r.x);
         laps.lap(9);

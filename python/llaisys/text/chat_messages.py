@@ -8,6 +8,8 @@ from typing import Any
 
 from llaisys.errors import RejectedError, UnsupportedError
 
+# Types of parts with media, of OpenAI's API and of vLLM.
+MEDIA = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "input_file", "file")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -67,8 +69,9 @@ def _text_of_part(where: str, part: Any) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
+        media = "; images, sound and files are not read, also by multimodal models" if kind in MEDIA else ""
         raise UnsupportedError(
-            f"{where} is of type {_shown(kind)}; supported are parts of type 'text'", param=where
+            f"{where} is of type {_shown(kind)}{media}; supported are parts of type 'text'", param=where
         )
     text = part.get("text")
     if not isinstance(text, str):

@@ -231,6 +231,14 @@ def test_invalid_messages_are_rejected_by_position(messages: Any, param: str) ->
     assert len(str(caught.value)) < 300
 
 
+def test_a_part_with_media_is_refused_by_its_type() -> None:
+    for kind in ("image_url", "input_audio", "file"):
+        with pytest.raises(UnsupportedError, match=rf"'{kind}'; images, sound and files are not read"):
+            template(CHATML).render([{"role": "user", "content": [{"type": kind}]}])
+    with pytest.raises(UnsupportedError, match=r"of type 'refusal'; supported are parts of type 'text'"):
+        template(CHATML).render([{"role": "user", "content": [{"type": "refusal"}]}])
+
+
 # --- continuing the last message ---
 
 PREFILLED = [*USER, {"role": "assistant", "content": "Sure, "}]

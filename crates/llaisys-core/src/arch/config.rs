@@ -4,6 +4,7 @@ use crate::arch::bounds::{bounded, check_id};
 use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
 use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{ExpertPart, LayerWeight, NameTable, WeightId};
+use crate::arch::wrapper::Wrapper;
 use crate::error::FormatError;
 use crate::ops::HeadWidths;
 
@@ -15,6 +16,8 @@ pub struct ModelConfig {
     pub arch: &'static ArchSpec,
     /// The names of tensors in the container.
     pub names: &'static NameTable,
+    /// The multimodal architecture that contains the model.
+    pub wrapper: Option<&'static Wrapper>,
     /// Added to the container's norm weights.
     pub norm_offset: f32,
     /// Layers.
@@ -69,7 +72,11 @@ pub struct ModelConfig {
     pub tied_head: bool,
     /// The q, k and v projections add a bias.
     pub qkv_bias: bool,
-    /// Queries and keys are normalized before the rotary embedding.
+    /// The output projection of attention adds a bias.
+    pub o_bias: bool,
+    /// The projections of the feed-forward block add a bias.
+    pub mlp_bias: bool,
+    /// Queries and keys are normalized.
     pub qk_norm: bool,
     /// Token at the beginning of a text.
     pub bos: Option<u32>,
@@ -187,6 +194,12 @@ impl ModelConfig {
         self.window.filter(|_| self.windowed[index])
     }
 
+    /// The name of a weight's tensor; None if the container does not store the weight by itself.
+    pub fn name(&self, id: WeightId) -> Option<String> {
+        let name = self.names.name(id)?;
+        Some(self.wrapper.map_or_else(|| name.clone(), |wrapper| wrapper.name(&name)))
+    }
+
     /// The id of every weight of this model, as the container stores them.
     pub fn weight_ids(&self) -> impl Iterator<Item = WeightId> + '_ {
         let mut parts: Vec<LayerWeight> = Vec::new();
@@ -210,6 +223,8 @@ impl ModelConfig {
             LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
             LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
             LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => self.qkv_bias,
+            LayerWeight::OBias => self.o_bias,
+            LayerWeight::GateBias | LayerWeight::UpBias | LayerWeight::DownBias => self.mlp_bias,
             LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm,
             LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
                 self.experts.is_none()
@@ -249,7 +264,7 @@ impl ModelConfig {
         let kv = self.n_kv_heads * self.d_head;
         let qk_norm = |projection| match self.arch.qk_norm {
             QkNorm::Projection => projection,
-            QkNorm::Head | QkNorm::None => self.d_head,
+            QkNorm::Head | QkNorm::RotatedHead | QkNorm::None => self.d_head,
         };
         let n_experts = self.experts.map_or(0, |experts| experts.n);
         match id {
@@ -264,6 +279,8 @@ impl ModelConfig {
                 LayerWeight::QBias => vec![q],
                 LayerWeight::KBias | LayerWeight::VBias => vec![kv],
                 LayerWeight::O => vec![d, q],
+                LayerWeight::OBias | LayerWeight::DownBias => vec![d],
+                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_ff],
                 LayerWeight::QNorm => vec![qk_norm(q)],
                 LayerWeight::KNorm => vec![qk_norm(kv)],
                 LayerWeight::GateUp => vec![2 * self.d_ff, d],

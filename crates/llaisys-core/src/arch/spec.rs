@@ -1,10 +1,12 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+use crate::arch::bias::{Bias, Biases};
 use crate::arch::rope::{LocalRope, RopeRules};
 use crate::arch::weight_id::{
     FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
-    GLM4_FOLDER_NAMES, GLM4_GGUF_NAMES, MIXTRAL_FOLDER_NAMES, NameTable,
+    GLM4_FOLDER_NAMES, GLM4_GGUF_NAMES, GRANITE_HYBRID_FOLDER_NAMES, HUNYUAN_FOLDER_NAMES,
+    MIXTRAL_FOLDER_NAMES, NameTable, SEED_OSS_GGUF_NAMES,
 };
 use crate::error::Unsupported;
 use crate::ops::{Gate, HeadWidths};
@@ -21,9 +23,9 @@ pub struct ArchSpec {
     /// `general.architecture` of a GGUF file. Of several rows that share it, the first one applies that has experts
     /// exactly if the model has; one with windows in some layers precedes it if the file has a window.
     pub gguf_architecture: &'static str,
-    /// The q, k and v projections add a bias.
-    pub qkv_bias: bool,
-    /// How queries and keys are normalized before the rotary embedding.
+    /// Which projections add a bias.
+    pub biases: Biases,
+    /// How queries and keys are normalized.
     pub qk_norm: QkNorm,
     /// The inputs of attention and of the feed-forward block are normalized.
     pub pre_norms: bool,
@@ -53,6 +55,12 @@ pub struct ArchSpec {
     pub window: WindowRule,
     /// How queries and keys are rotated.
     pub rope: RopeRules,
+    /// A dynamic rotary embedding has `alpha`, which stretches its base once.
+    pub rope_alpha: bool,
+    /// `config.json` switches the rotary embedding on with `position_embedding_type`.
+    pub rope_switch: bool,
+    /// The key of the inner width of a dense feed-forward block in `config.json`.
+    pub d_ff_key: &'static str,
     /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
     /// Row order of q and k in a folder.
@@ -89,9 +97,11 @@ impl Activation {
 pub enum QkNorm {
     /// Not at all.
     None,
-    /// Each head by itself.
+    /// Each head by itself, before the rotary embedding.
     Head,
-    /// The whole projection, all heads together.
+    /// Each head by itself, after the rotary embedding.
+    RotatedHead,
+    /// The whole projection, all heads together, before the rotary embedding.
     Projection,
 }
 
@@ -172,7 +182,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     architecture: "LlamaForCausalLM",
     model_type: "llama",
     gguf_architecture: "llama",
-    qkv_bias: false,
+    biases: Biases::LLAMA,
     qk_norm: QkNorm::None,
     pre_norms: true,
     post_norms: false,
@@ -188,6 +198,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     logit_soft_cap: SoftCap::Unsupported,
     window: WindowRule::Unsupported,
     rope: RopeRules::PLAIN,
+    rope_alpha: false,
+    rope_switch: false,
+    d_ff_key: "intermediate_size",
     experts: None,
     folder_rope_rows: RopeRows::HalfSplit,
     gguf_rope_rows: RopeRows::Interleaved,
@@ -199,6 +212,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
 pub const MISTRAL: ArchSpec = ArchSpec {
     architecture: "MistralForCausalLM",
     model_type: "mistral",
+    biases: Biases::NONE,
     window: WindowRule::All(Some(4096)),
     ..LLAMA
 };
@@ -208,7 +222,7 @@ pub const QWEN2: ArchSpec = ArchSpec {
     architecture: "Qwen2ForCausalLM",
     model_type: "qwen2",
     gguf_architecture: "qwen2",
-    qkv_bias: true,
+    biases: Biases::QKV,
     window: WindowRule::SwitchedFromLayer,
     gguf_rope_rows: RopeRows::HalfSplit,
     ..LLAMA
@@ -219,6 +233,7 @@ pub const QWEN3: ArchSpec = ArchSpec {
     architecture: "Qwen3ForCausalLM",
     model_type: "qwen3",
     gguf_architecture: "qwen3",
+    biases: Biases::ATTENTION,
     qk_norm: QkNorm::Head,
     d_head_default: Some(128),
     window: WindowRule::SwitchedFromLayer,
@@ -232,6 +247,7 @@ pub const PHI3: ArchSpec = ArchSpec {
     model_type: "phi3",
     gguf_architecture: "phi3",
     rms_eps_default: 1e-5,
+    biases: Biases::NONE,
     window: WindowRule::All(None),
     rope: RopeRules { partial_default: Some(1.0), ..RopeRules::PLAIN },
     gguf_rope_rows: RopeRows::HalfSplit,
@@ -245,6 +261,7 @@ pub const OLMO2: ArchSpec = ArchSpec {
     architecture: "Olmo2ForCausalLM",
     model_type: "olmo2",
     gguf_architecture: "olmo2",
+    biases: Biases::ATTENTION,
     qk_norm: QkNorm::Projection,
     pre_norms: false,
     post_norms: true,
@@ -278,6 +295,7 @@ pub const MINISTRAL3: ArchSpec = ArchSpec {
     architecture: "Ministral3ForCausalLM",
     model_type: "ministral3",
     gguf_architecture: "mistral3",
+    biases: Biases::NONE,
     d_head_default: Some(128),
     rms_eps_default: 1e-5,
     window: WindowRule::All(None),
@@ -290,7 +308,7 @@ pub const GLM4: ArchSpec = ArchSpec {
     architecture: "Glm4ForCausalLM",
     model_type: "glm4",
     gguf_architecture: "glm4",
-    qkv_bias: true,
+    biases: Biases { o: Bias::Never, ..Biases::ATTENTION },
     post_norms: true,
     d_head_default: Some(128),
     rms_eps_default: 1.5625e-7,
@@ -306,6 +324,7 @@ pub const ERNIE4_5: ArchSpec = ArchSpec {
     architecture: "Ernie4_5ForCausalLM",
     model_type: "ernie4_5",
     gguf_architecture: "ernie4_5",
+    biases: Biases::ERNIE,
     d_head_default: Some(128),
     rms_eps_default: 1e-5,
     tied_default: true,
@@ -314,7 +333,7 @@ pub const ERNIE4_5: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
-/// Granite 3, dense.
+/// Granite 3 and 4.1, dense.
 pub const GRANITE: ArchSpec = ArchSpec {
     architecture: "GraniteForCausalLM",
     model_type: "granite",
@@ -323,11 +342,48 @@ pub const GRANITE: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
+/// Granite 4.0 whose layers are all of attention, without experts. Its GGUF files are those of Granite.
+pub const GRANITE_HYBRID: ArchSpec = ArchSpec {
+    architecture: "GraniteMoeHybridForCausalLM",
+    model_type: "granitemoehybrid",
+    biases: Biases::ATTENTION,
+    rope_switch: true,
+    d_ff_key: "shared_intermediate_size",
+    folder_names: &GRANITE_HYBRID_FOLDER_NAMES,
+    ..GRANITE
+};
+
+/// Seed-OSS.
+pub const SEED_OSS: ArchSpec = ArchSpec {
+    architecture: "SeedOssForCausalLM",
+    model_type: "seed_oss",
+    gguf_architecture: "seed_oss",
+    biases: Biases::SEED_OSS,
+    d_head_default: Some(128),
+    gguf_rope_rows: RopeRows::HalfSplit,
+    gguf_names: &SEED_OSS_GGUF_NAMES,
+    ..LLAMA
+};
+
+/// Hunyuan, dense.
+pub const HUNYUAN_DENSE: ArchSpec = ArchSpec {
+    architecture: "HunYuanDenseV1ForCausalLM",
+    model_type: "hunyuan_v1_dense",
+    gguf_architecture: "hunyuan-dense",
+    biases: Biases::ATTENTION,
+    qk_norm: QkNorm::RotatedHead,
+    rope_alpha: true,
+    gguf_rope_rows: RopeRows::HalfSplit,
+    folder_names: &HUNYUAN_FOLDER_NAMES,
+    ..LLAMA
+};
+
 /// Gemma 2.
 pub const GEMMA2: ArchSpec = ArchSpec {
     architecture: "Gemma2ForCausalLM",
     model_type: "gemma2",
     gguf_architecture: "gemma2",
+    biases: Biases::ATTENTION,
     post_norms: true,
     folder_norm_offset: 1.0,
     activation: Activation::GeluTanh,
@@ -362,6 +418,7 @@ pub const MIXTRAL: ArchSpec = ArchSpec {
     architecture: "MixtralForCausalLM",
     model_type: "mixtral",
     rms_eps_default: 1e-5,
+    biases: Biases::NONE,
     window: WindowRule::All(None),
     rope: RopeRules { theta_default: 1e6, ..RopeRules::PLAIN },
     experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", normalize: None }),
@@ -384,9 +441,26 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 16] = [
-    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, OLMO3, SMOLLM3, MINISTRAL3, GLM4, ERNIE4_5, GRANITE, GEMMA2,
-    GEMMA3, MIXTRAL, QWEN3_MOE,
+pub static ARCHITECTURES: [ArchSpec; 19] = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    MINISTRAL3,
+    GLM4,
+    ERNIE4_5,
+    GRANITE,
+    GRANITE_HYBRID,
+    SEED_OSS,
+    HUNYUAN_DENSE,
+    GEMMA2,
+    GEMMA3,
+    MIXTRAL,
+    QWEN3_MOE,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

@@ -44,6 +44,8 @@ pub enum LayerWeight {
     KNorm,
     /// Output projection, `[d_model, n_heads * d_head]`.
     O,
+    /// `[d_model]`, with `o_bias`.
+    OBias,
     /// Gate and up projections stacked by rows, where a container fuses them.
     GateUp,
     /// Gate projection, `[d_ff, d_model]`.
@@ -52,6 +54,12 @@ pub enum LayerWeight {
     Up,
     /// Down projection, `[d_model, d_ff]`.
     Down,
+    /// `[d_ff]`, with `mlp_bias`.
+    GateBias,
+    /// `[d_ff]`, with `mlp_bias`.
+    UpBias,
+    /// `[d_model]`, with `mlp_bias`.
+    DownBias,
     /// The router, which chooses the experts of a token, `[n_experts, d_model]`.
     Router,
     /// A matrix of one expert, shaped as in a dense layer.
@@ -61,6 +69,11 @@ pub enum LayerWeight {
 }
 
 impl LayerWeight {
+    /// The biases of the q, k and v projections.
+    pub(crate) const QKV_BIASES: &[Self] = &[Self::QBias, Self::KBias, Self::VBias];
+    /// The biases of the feed-forward block.
+    pub(crate) const MLP_BIASES: &[Self] = &[Self::GateBias, Self::UpBias, Self::DownBias];
+
     /// True for the weights of norms.
     pub fn is_norm(self) -> bool {
         matches!(
@@ -131,14 +144,18 @@ const ATTENTION: Names = &[
     (LayerWeight::QBias, "self_attn.q_proj.bias"),
     (LayerWeight::KBias, "self_attn.k_proj.bias"),
     (LayerWeight::VBias, "self_attn.v_proj.bias"),
-    (LayerWeight::QNorm, "self_attn.q_norm.weight"),
-    (LayerWeight::KNorm, "self_attn.k_norm.weight"),
     (LayerWeight::O, "self_attn.o_proj.weight"),
+    (LayerWeight::OBias, "self_attn.o_proj.bias"),
 ];
+const QK_NORMS: Names =
+    &[(LayerWeight::QNorm, "self_attn.q_norm.weight"), (LayerWeight::KNorm, "self_attn.k_norm.weight")];
 const FEED_FORWARD: Names = &[
     (LayerWeight::Gate, "mlp.gate_proj.weight"),
     (LayerWeight::Up, "mlp.up_proj.weight"),
     (LayerWeight::Down, "mlp.down_proj.weight"),
+    (LayerWeight::GateBias, "mlp.gate_proj.bias"),
+    (LayerWeight::UpBias, "mlp.up_proj.bias"),
+    (LayerWeight::DownBias, "mlp.down_proj.bias"),
     (LayerWeight::Router, "mlp.gate.weight"),
     (LayerWeight::Expert(0, ExpertPart::Gate), "mlp.experts.{}.gate_proj.weight"),
     (LayerWeight::Expert(0, ExpertPart::Up), "mlp.experts.{}.up_proj.weight"),
@@ -153,14 +170,41 @@ pub const FOLDER_NAMES: NameTable = NameTable {
     output_norm: "model.norm.weight",
     lm_head: "lm_head.weight",
     layer: "model.layers.",
-    in_layer: &[TWO_NORMS, ATTENTION, FEED_FORWARD],
+    in_layer: &[TWO_NORMS, ATTENTION, QK_NORMS, FEED_FORWARD],
     // Old checkpoints saved the rope frequencies, which follow from the configuration.
     ignored_endings: &[".rotary_emb.inv_freq"],
 };
 
 /// Names in a folder of an architecture with norms after each block (Gemma, OLMo 2).
 pub const FOUR_NORM_FOLDER_NAMES: NameTable =
-    NameTable { in_layer: &[FOUR_NORMS, ATTENTION, FEED_FORWARD], ..FOLDER_NAMES };
+    NameTable { in_layer: &[FOUR_NORMS, ATTENTION, QK_NORMS, FEED_FORWARD], ..FOLDER_NAMES };
+
+/// Names in a folder of Hunyuan.
+pub const HUNYUAN_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        TWO_NORMS,
+        ATTENTION,
+        &[
+            (LayerWeight::QNorm, "self_attn.query_layernorm.weight"),
+            (LayerWeight::KNorm, "self_attn.key_layernorm.weight"),
+        ],
+        FEED_FORWARD,
+    ],
+    ..FOLDER_NAMES
+};
+
+/// Names in a folder of a dense Granite 4.0: the experts that it does not have would be next to a shared block.
+pub const GRANITE_HYBRID_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        TWO_NORMS,
+        ATTENTION,
+        &[
+            (LayerWeight::GateUp, "shared_mlp.input_linear.weight"),
+            (LayerWeight::Down, "shared_mlp.output_linear.weight"),
+        ],
+    ],
+    ..FOLDER_NAMES
+};
 
 /// Names in a folder of GLM-4. The norm after attention is not `post_attention_layernorm`.
 pub const GLM4_FOLDER_NAMES: NameTable = NameTable {
@@ -223,6 +267,19 @@ const GGUF_ATTENTION: Names = &[
     (LayerWeight::QNorm, "attn_q_norm.weight"),
     (LayerWeight::KNorm, "attn_k_norm.weight"),
     (LayerWeight::O, "attn_output.weight"),
+    (LayerWeight::OBias, "attn_output.bias"),
+];
+const GGUF_FEED_FORWARD: Names = &[
+    (LayerWeight::Gate, "ffn_gate.weight"),
+    (LayerWeight::Up, "ffn_up.weight"),
+    (LayerWeight::Down, "ffn_down.weight"),
+    (LayerWeight::GateBias, "ffn_gate.bias"),
+    (LayerWeight::UpBias, "ffn_up.bias"),
+    (LayerWeight::DownBias, "ffn_down.bias"),
+    (LayerWeight::Router, "ffn_gate_inp.weight"),
+    (LayerWeight::Experts(ExpertPart::Gate), "ffn_gate_exps.weight"),
+    (LayerWeight::Experts(ExpertPart::Up), "ffn_up_exps.weight"),
+    (LayerWeight::Experts(ExpertPart::Down), "ffn_down_exps.weight"),
 ];
 
 /// Names in a GGUF file (the GGUF specification's standardized tensor names).
@@ -233,20 +290,18 @@ pub const GGUF_NAMES: NameTable = NameTable {
     output_norm: "output_norm.weight",
     lm_head: "output.weight",
     layer: "blk.",
-    in_layer: &[
-        GGUF_NORMS,
-        GGUF_ATTENTION,
-        &[
-            (LayerWeight::Gate, "ffn_gate.weight"),
-            (LayerWeight::Up, "ffn_up.weight"),
-            (LayerWeight::Down, "ffn_down.weight"),
-            (LayerWeight::Router, "ffn_gate_inp.weight"),
-            (LayerWeight::Experts(ExpertPart::Gate), "ffn_gate_exps.weight"),
-            (LayerWeight::Experts(ExpertPart::Up), "ffn_up_exps.weight"),
-            (LayerWeight::Experts(ExpertPart::Down), "ffn_down_exps.weight"),
-        ],
-    ],
+    in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_FEED_FORWARD],
     ignored_endings: &[],
+};
+
+/// Names in a GGUF file of Seed-OSS: the norm before the feed-forward block has the name of one after attention.
+pub const SEED_OSS_GGUF_NAMES: NameTable = NameTable {
+    in_layer: &[
+        &[(LayerWeight::AttnNorm, "attn_norm.weight"), (LayerWeight::FfnNorm, "post_attention_norm.weight")],
+        GGUF_ATTENTION,
+        GGUF_FEED_FORWARD,
+    ],
+    ..GGUF_NAMES
 };
 
 /// Names in a GGUF file of Phi-3: the fused gate and up projections have the name of up.

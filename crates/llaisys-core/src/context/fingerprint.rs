@@ -90,6 +90,7 @@ impl Text {
         let ModelConfig {
             arch,
             names: _,
+            wrapper: _,
             norm_offset,
             n_layers,
             d_model,
@@ -118,6 +119,8 @@ impl Text {
             experts,
             tied_head,
             qkv_bias,
+            o_bias,
+            mlp_bias,
             qk_norm,
             bos: _,
             eos: _,
@@ -168,6 +171,12 @@ impl Text {
         }
         self.put("tied_head", tied_head);
         self.put("qkv_bias", qkv_bias);
+        // Only where they are true: session files of models without them stay usable.
+        for (key, has_bias) in [("o_bias", o_bias), ("mlp_bias", mlp_bias)] {
+            if *has_bias {
+                self.put(key, has_bias);
+            }
+        }
         self.put("qk_norm", qk_norm);
     }
 
@@ -183,6 +192,7 @@ impl Text {
         let qk_norm = match arch.qk_norm {
             QkNorm::None => "none",
             QkNorm::Head => "head",
+            QkNorm::RotatedHead => "rotated_head",
             QkNorm::Projection => "projection",
         };
         self.put("arch.qk_norm", qk_norm);

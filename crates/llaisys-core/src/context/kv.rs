@@ -2,6 +2,7 @@
 //! the tensors.
 
 use super::Context;
+use crate::arch::spec::QkNorm;
 use crate::error::{Error, Rejected, Result, Unsupported};
 use crate::faults::fault_point;
 use crate::kv::{Snapshot, resolve_range};
@@ -105,18 +106,12 @@ impl Context {
 
     /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
     /// by it. Errors: a stale id, a cell shared with another sequence or cached by a node, a position that is in use,
-    /// negative or past `max_model_len`, a model whose results depend on absolute positions.
+    /// negative or past `max_model_len`; a model whose keys cannot be rotated after they were stored, or whose results
+    /// depend on absolute positions.
     pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
         fault_point!("kv.seq_add");
         self.kv.check_acquired(id)?;
-        if self.model.query_scaling.is_some() {
-            return Err(Unsupported::Feature {
-                what: "a shift of positions in the architecture",
-                value: self.model.arch.architecture.to_owned(),
-                supported: "architectures that do not scale queries by position",
-            }
-            .into());
-        }
+        self.check_can_shift()?;
         self.check_shift(id, p0, p1, delta)?;
         self.change(Change::One(id), |context| {
             let moved = context.kv.seq_add(id, p0, p1, delta)?;
@@ -244,6 +239,21 @@ impl Context {
         let freed = self.kv.take_freed_cells();
         self.backend.invalidate_cells(&|cell| freed.contains(&cell));
         self.backend.nan_fill(&freed)
+    }
+
+    /// Rejects shifts in a model that normalizes rotated keys, because the norm's weights belong to the original angle,
+    /// and in one that scales queries by position.
+    fn check_can_shift(&self) -> Result<(), Unsupported> {
+        let arch = self.model.arch;
+        let supported = if arch.qk_norm == QkNorm::RotatedHead {
+            "architectures that do not normalize keys after the rotation"
+        } else if self.model.query_scaling.is_some() {
+            "architectures that do not scale queries by position"
+        } else {
+            return Ok(());
+        };
+        let what = "kv_seq_add (rotating stored keys) of the architecture";
+        Err(Unsupported::feature(what, arch.architecture, supported))
     }
 
     /// Rejects a shift past `max_model_len`, a bound that the KV cache does not have.

@@ -7,8 +7,9 @@
 
 use super::workspace::{Activations, ExpertRows};
 use crate::arch::config::{Experts, ModelConfig};
+use crate::arch::spec::QkNorm;
 use crate::error::DeviceError;
-use crate::forward::weights::{FeedForward, LayerWeights, Mlp, Weights};
+use crate::forward::weights::{FeedForward, LayerWeights, Mlp, Projection, Weights};
 use crate::ops::packed::PackedMatrix;
 use crate::ops::{self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RopeTable, Scoring};
 use crate::tensor::{KvLayer, KvLayerMut};
@@ -124,15 +125,18 @@ impl Decoder {
         let input = normalized(cx, layer.attn_norm.as_ref(), config.rms_eps, w.x, w.normed);
         let qkv = [layer.q.part(), layer.k.part(), layer.v.part()];
         ops::linear(cx, input, &qkv, &mut [&mut *w.q, &mut *w.k, &mut *w.v]);
-        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
-            ops::rms_norm_in_place(cx, w.q, q_norm, config.rms_eps);
-            ops::rms_norm_in_place(cx, w.k, k_norm, config.rms_eps);
+        let norms_rotated = config.arch.qk_norm == QkNorm::RotatedHead;
+        if !norms_rotated {
+            self.normalize_heads(cx, layer, w);
         }
         if config.rotated[index] {
             let is_local = config.windowed[index] && self.local_rope.is_some();
             let (cos, sin) = if is_local { (&*w.local_cos, &*w.local_sin) } else { (&*w.cos, &*w.sin) };
             ops::rope(cx, w.q, config.head_widths(), cos, sin);
             ops::rope(cx, w.k, config.head_widths(), cos, sin);
+        }
+        if norms_rotated {
+            self.normalize_heads(cx, layer, w);
         }
         if config.query_scaling.is_some() {
             ops::scale_rows(cx, w.q, w.query_factors);
@@ -141,8 +145,16 @@ impl Decoder {
         let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
         let seen = rows.windowed.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
         ops::attention(cx, Queries { q: w.q, scoring }, pass.kv.layer(index), seen, w.attended);
-        let branch = Branch { input: w.attended, matrix: &layer.o, norm: layer.attn_post_norm.as_ref() };
+        let branch = Branch { input: w.attended, projection: &layer.o, norm: layer.attn_post_norm.as_ref() };
         self.add_projection(cx, branch, w.x, w.normed)
+    }
+
+    /// Normalizes queries and keys, if the model does.
+    fn normalize_heads(&self, cx: &OpContext, layer: &LayerWeights, w: &mut Activations<'_>) {
+        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+            ops::rms_norm_in_place(cx, w.q, q_norm, self.config.rms_eps);
+            ops::rms_norm_in_place(cx, w.k, k_norm, self.config.rms_eps);
+        }
     }
 
     /// Adds the output of a layer's feed-forward block to the residual stream.
@@ -163,8 +175,8 @@ impl Decoder {
                 Ok(())
             }
             (FeedForward::Dense(mlp), _) => {
-                ops::linear_gated(cx, input, &mlp.gate_up, self.gate, w.inner);
-                self.add_projection(cx, Branch { input: w.inner, matrix: &mlp.down, norm }, w.x, w.normed)
+                ops::linear_gated(cx, input, mlp.gated_part(self.gate), w.inner);
+                self.add_projection(cx, Branch { input: w.inner, projection: &mlp.down, norm }, w.x, w.normed)
             }
             (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
         }
@@ -174,8 +186,8 @@ impl Decoder {
     /// experts, so that the sum does not depend on which rows are computed together.
     fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
-        let part = |weight| ops::LinearPart { weight, bias: None };
-        ops::linear(cx, mixture.input, &[part(mixture.router)], &mut [&mut *w.logits]);
+        let router = ops::LinearPart { weight: mixture.router, bias: None };
+        ops::linear(cx, mixture.input, &[router], &mut [&mut *w.logits]);
         let Experts { n, n_used, normalize } = mixture.config;
         ops::route(w.logits, n, n_used, normalize, w.routes);
         w.sum.fill(0.0);
@@ -193,14 +205,15 @@ impl Decoder {
             let (gathered, out) = (&mut w.gathered[..n * d_model], &mut w.out[..n * d_model]);
             let inner = &mut mixture.inner[..n * d_ff];
             ops::gather(cx, mixture.input, d_model, w.rows, gathered);
-            ops::linear_gated(cx, gathered, &mlp.gate_up, self.gate, inner);
-            ops::linear(cx, inner, &[part(&mlp.down)], &mut [&mut *out]);
+            ops::linear_gated(cx, gathered, mlp.gated_part(self.gate), inner);
+            ops::linear(cx, inner, &[mlp.down.part()], &mut [&mut *out]);
             ops::scatter_add(w.sum, d_model, w.rows, w.weights, out);
         }
     }
 
     /// Adds the projection of a branch to the residual stream `x`. With several ranks it is summed over them first, and
-    /// with a norm it is normalized; either needs `scratch`, of the length of `x`.
+    /// with a norm it is normalized; either needs `scratch`, of the length of `x`, and so does a bias, which the first
+    /// rank adds.
     fn add_projection(
         &self,
         cx: &mut OpContext,
@@ -208,9 +221,10 @@ impl Decoder {
         x: &mut [f32],
         scratch: &mut [f32],
     ) -> Result<(), DeviceError> {
-        let Branch { input, matrix, norm } = branch;
-        if norm.is_some() || cx.collective.world() > 1 {
-            ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias: None }], &mut [&mut *scratch]);
+        let Branch { input, projection: Projection { matrix, bias }, norm } = branch;
+        if norm.is_some() || bias.is_some() || cx.collective.world() > 1 {
+            let bias = bias.as_deref().filter(|_| cx.collective.rank() == 0);
+            ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias }], &mut [&mut *scratch]);
             cx.collective.all_reduce_sum(scratch)?;
             self.add_branch(cx, scratch, norm, x);
         } else {
@@ -298,7 +312,7 @@ impl Decoder {
 struct Branch<'a> {
     input: &'a mut [f32],
     /// The projection back to the width of the model.
-    matrix: &'a PackedMatrix,
+    projection: &'a Projection,
     /// Norm of the projected values.
     norm: Option<&'a Vec<f32>>,
 }

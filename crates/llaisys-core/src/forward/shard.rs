@@ -3,7 +3,7 @@
 //!
 //! Projections to queries, keys, values, gates and ups are split by their outputs, those back to the residual stream by
 //! their inputs; each expert is split like a dense layer. Embeddings and head are split by tokens. Every rank has all
-//! norms and routers.
+//! norms, routers, and biases of projections that are split by inputs; the first rank adds these.
 
 use crate::arch::config::ModelConfig;
 use crate::arch::spec::QkNorm;
@@ -99,6 +99,7 @@ fn split(id: WeightId) -> Split {
     match part {
         LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::Gate | LayerWeight::Up => Split::Rows,
         LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => Split::Rows,
+        LayerWeight::GateBias | LayerWeight::UpBias => Split::Rows,
         LayerWeight::Expert(_, ExpertPart::Gate | ExpertPart::Up) => Split::Rows,
         LayerWeight::O | LayerWeight::Down | LayerWeight::Expert(_, ExpertPart::Down) => Split::Columns,
         LayerWeight::AttnNorm
@@ -106,6 +107,7 @@ fn split(id: WeightId) -> Split {
         | LayerWeight::FfnNorm
         | LayerWeight::FfnPostNorm => Split::Whole,
         LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router => Split::Whole,
+        LayerWeight::OBias | LayerWeight::DownBias => Split::Whole,
         LayerWeight::Qkv | LayerWeight::GateUp | LayerWeight::Experts(_) => {
             unreachable!("fused weights are packed by their parts")
         }

@@ -107,13 +107,16 @@ impl Checkpoint {
         let folder = ModelFolder::open(path)?;
         let generation = GenerationConfig::read(&folder)?;
         let (config, quantization) = folder_config::read(&folder, &generation)?;
-        let files = safetensors::open(&folder)?;
+        let mut files = safetensors::open(&folder)?;
+        let prefixes = config.wrapper.map_or(&[][..], |wrapper| wrapper.skipped);
+        let skipped_tensors = files.skip(prefixes);
         let source = Source {
             path: path.to_string_lossy().into_owned(),
             file_format: FileFormat::Safetensors,
             generation: generation.defaults,
             tokenizer: None,
             pooling_type: None,
+            skipped_tensors,
         };
         Self::assemble(config, files, quantization, source)
     }
@@ -129,6 +132,7 @@ impl Checkpoint {
             generation: Default::default(),
             tokenizer: Some(tokenizer),
             pooling_type,
+            skipped_tensors: Default::default(),
         };
         Self::assemble(config, file.into_files(tensors), None, source)
     }
@@ -213,7 +217,7 @@ impl Checkpoint {
         {
             // A matrix that is stored in several tensors is in integers even if its rows are read in another type.
             if dtype.is_quantized() {
-                let tensor = self.config.names.name(id).expect(NAMED);
+                let tensor = self.config.name(id).expect(NAMED);
                 return Err(Unsupported::Quantized { tensor, dtype: dtype.name().to_uppercase() });
             }
         }
@@ -355,7 +359,7 @@ fn find_weights(
     let (mut by_id, mut by_name) = (HashMap::new(), HashMap::new());
     let (mut n_missing, mut missing) = (0, None);
     for id in config.weight_ids() {
-        let name = config.names.name(id).expect(NAMED);
+        let name = config.name(id).expect(NAMED);
         let location = match (files.find(&name), quantization) {
             (Some(index), _) => Some(Location::Stored(index)),
             (None, Some(quantization)) => {
@@ -399,7 +403,7 @@ fn reject_extra(
     files: &TensorFiles,
     by_id: &HashMap<WeightId, Location>,
 ) -> Result<(), FormatError> {
-    let table = config.names;
+    let (table, lm_head) = (config.names, config.name(WeightId::LmHead));
     let indices_of = |location: &Location| match location {
         Location::Stored(index) => vec![*index],
         Location::Quantized(matrix) => matrix.indices().collect(),
@@ -409,7 +413,7 @@ fn reject_extra(
     // A tied head that is saved too is ignored: transformers ties it to the embeddings whatever the file contains.
     let is_ignored = |name: &str| {
         table.ignores(name)
-            || (config.tied_head && name == table.lm_head)
+            || (config.tied_head && Some(name) == lm_head.as_deref())
             || (has_factors && [table.rope_factors, table.rope_factors_long].contains(&name))
     };
     let tensors = files.tensors().iter().enumerate();

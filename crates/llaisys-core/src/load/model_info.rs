@@ -6,6 +6,7 @@ use crate::load::folder::generation_config::SamplingDefaults;
 use crate::load::gguf::tokenizer::GgufTokenizer;
 use crate::load::packed_size::PackedBytes;
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// The container of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -78,6 +79,9 @@ pub struct ModelInfo {
     /// The pooling type of a GGUF file, as llama.cpp's number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pooling_type: Option<u64>,
+    /// The number of tensors of a multimodal checkpoint that are skipped, by the prefix of their names.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub skipped_tensors: BTreeMap<&'static str, usize>,
 }
 
 /// The type, elements and bytes of one weight.
@@ -102,6 +106,7 @@ pub(super) struct Source {
     pub(super) generation: SamplingDefaults,
     pub(super) tokenizer: Option<GgufTokenizer>,
     pub(super) pooling_type: Option<u64>,
+    pub(super) skipped_tensors: BTreeMap<&'static str, usize>,
 }
 
 impl ModelInfo {
@@ -139,6 +144,7 @@ impl ModelInfo {
             generation: source.generation,
             tokenizer: source.tokenizer,
             pooling_type: source.pooling_type,
+            skipped_tensors: source.skipped_tensors,
         }
     }
 }

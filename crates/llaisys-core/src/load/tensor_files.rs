@@ -5,6 +5,7 @@ use crate::dtype::DType;
 use crate::error::DeviceError;
 use crate::error::FormatError;
 use crate::threads::Pool;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
@@ -83,6 +84,22 @@ impl TensorFiles {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let hashes = tensors.iter().map(|_| Mutex::default()).collect();
         Self { files, tensors, hashes }
+    }
+
+    /// Removes the tensors whose names begin with one of `prefixes`; nothing was read yet. Returns the number of removed
+    /// tensors for each prefix that has any.
+    pub(super) fn skip(&mut self, prefixes: &[&'static str]) -> BTreeMap<&'static str, usize> {
+        let mut n_skipped = BTreeMap::new();
+        self.tensors.retain(|tensor| {
+            let Some(&prefix) = prefixes.iter().find(|&&prefix| tensor.name.starts_with(prefix)) else {
+                return true;
+            };
+            let n: &mut usize = n_skipped.entry(prefix).or_default();
+            *n = n.saturating_add(1);
+            false
+        });
+        self.hashes.truncate(self.tensors.len());
+        n_skipped
     }
 
     /// The tensors, in order of their names.

@@ -23,10 +23,12 @@ pub use cpu::argmax::{argmax, argmax_finite, largest};
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Queries, Scoring, attention, window_span};
 pub use cpu::dispatch;
 pub use cpu::embed::embed;
-pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
+pub use cpu::gate::{Gate, GateBias, gate_up_row, gate_up_rows};
 pub use cpu::gather::gather;
 pub use cpu::kv_store::kv_store;
-pub use cpu::linear::{LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax};
+pub use cpu::linear::{
+    GatedPart, LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax,
+};
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{HeadWidths, RopeTable, rope, rope_shift};
 pub use cpu::route::{Routes, route};

@@ -40,6 +40,11 @@ impl Tiny {
         self.architecture == "Qwen3ForCausalLM"
     }
 
+    /// Heads are normalized after the rotary embedding.
+    pub(crate) fn norms_rotated(&self) -> bool {
+        self.architecture == "HunYuanDenseV1ForCausalLM"
+    }
+
     /// A model with odd sizes: the last panels are partly filled, and the inner width is not a multiple of 16.
     pub(crate) fn odd(architecture: &'static str, tied_head: bool) -> Self {
         Self::sized(architecture, tied_head, |_| ())
@@ -84,6 +89,24 @@ impl Tiny {
         self
     }
 
+    /// Adds a bias to every projection, as in Llama.
+    pub(crate) fn with_biases(mut self) -> Self {
+        let (d, q, kv, d_ff) =
+            (self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head, self.d_ff);
+        let attention = [("q", q), ("k", kv), ("v", kv), ("o", d)].map(|(name, n)| ("self_attn", name, n));
+        let mlp = [("gate", d_ff), ("up", d_ff), ("down", d)].map(|(name, n)| ("mlp", name, n));
+        let mut random = Random(0xb1a5);
+        for layer in 0..self.n_layers {
+            for (part, name, n) in attention.into_iter().chain(mlp) {
+                let values = (0..n).map(|_| 0.5 * random.unit()).collect();
+                let name = format!("model.layers.{layer}.{part}.{name}_proj.bias");
+                self.tensors.insert(name, (vec![n], values));
+            }
+        }
+        self.more_keys += r#", "attention_bias": true, "mlp_bias": true"#;
+        self
+    }
+
     /// Stores projections of the same input in one tensor, as in Phi-3.
     pub(crate) fn joined(mut self) -> Self {
         let joined = [("self_attn", "qkv", &["q", "k", "v"][..]), ("mlp", "gate_up", &["gate", "up"])];
@@ -104,6 +127,7 @@ impl Tiny {
     fn fill(&mut self) {
         let mut random = Random(0x5eed ^ self.d_model as u64);
         let (d, q, kv) = (self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
+        let norms_rotated = self.norms_rotated();
         let mut put = |name: String, shape: Vec<usize>, centre: f32, scale: f32| {
             let n = shape.iter().product();
             let values = (0..n).map(|_| centre + scale * random.unit()).collect();
@@ -133,6 +157,10 @@ impl Tiny {
             if self.architecture == "Qwen3ForCausalLM" {
                 put(at("self_attn.q_norm"), vec![self.d_head], 1.0, 0.5);
                 put(at("self_attn.k_norm"), vec![self.d_head], 1.0, 0.5);
+            }
+            if norms_rotated {
+                put(at("self_attn.query_layernorm"), vec![self.d_head], 1.0, 0.5);
+                put(at("self_attn.key_layernorm"), vec![self.d_head], 1.0, 0.5);
             }
         }
     }

@@ -21,23 +21,25 @@ impl Plain<'_> {
         let mut x: Rows = tokens.iter().map(row).collect();
         for layer in 0..m.n_layers {
             let at = |name: &str| self.tensor(&format!("model.layers.{layer}.{name}.weight"));
+            let bias = |name: &str| self.bias(layer, name);
             let normed: Rows = x.iter().map(|r| rms_norm(r, &at("input_layernorm"))).collect();
             let [q, k, v] = ["q", "k", "v"].map(|name| self.heads(layer, name, &normed));
             let o = at("self_attn.o_proj");
             for t in 0..tokens.len() {
                 let mixed: Vec<f64> =
                     (0..m.n_heads).flat_map(|h| self.attend(h, &q[t], &k[..=t], &v[..=t])).collect();
-                add(&mut x[t], &matvec(&o, &mixed));
+                add(&mut x[t], &biased(matvec(&o, &mixed), bias("self_attn.o_proj")));
             }
             let (gate, up, down) = (at("mlp.gate_proj"), at("mlp.up_proj"), at("mlp.down_proj"));
             for r in &mut x {
                 let h = rms_norm(r, &at("post_attention_layernorm"));
-                let inner: Vec<f64> = matvec(&gate, &h)
+                let ups = biased(matvec(&up, &h), bias("mlp.up_proj"));
+                let inner: Vec<f64> = biased(matvec(&gate, &h), bias("mlp.gate_proj"))
                     .iter()
-                    .zip(matvec(&up, &h))
+                    .zip(ups)
                     .map(|(g, u)| g / (1.0 + (-g).exp()) * u)
                     .collect();
-                add(r, &matvec(&down, &inner));
+                add(r, &biased(matvec(&down, &inner), bias("mlp.down_proj")));
             }
         }
         let hidden: Rows = x.iter().map(|r| rms_norm(r, &self.tensor("model.norm.weight"))).collect();
@@ -46,15 +48,21 @@ impl Plain<'_> {
         (hidden, logits)
     }
 
-    /// Projected, biased, normed and rotated heads of each token.
+    /// The bias of a projection, if it has one.
+    fn bias(&self, layer: usize, name: &str) -> Option<Vec<f64>> {
+        let name = format!("model.layers.{layer}.{name}.bias");
+        self.0.tensors.contains_key(&name).then(|| self.tensor(&name))
+    }
+
+    /// Projected, biased, normed and rotated heads of each token, or rotated and normed.
     fn heads(&self, layer: usize, name: &str, normed: &Rows) -> Rows {
         let m = self.0;
         let prefix = format!("model.layers.{layer}.self_attn.{name}");
         let weight = self.tensor(&format!("{prefix}_proj.weight"));
         let mut heads: Rows = normed.iter().map(|h| matvec(&weight, h)).collect();
         for (position, row) in heads.iter_mut().enumerate() {
-            if m.qkv_bias() {
-                add(row, &self.tensor(&format!("{prefix}_proj.bias")));
+            if let Some(bias) = self.bias(layer, &format!("self_attn.{name}_proj")) {
+                add(row, &bias);
             }
             if name == "v" {
                 continue;
@@ -64,6 +72,11 @@ impl Plain<'_> {
                     head.copy_from_slice(&rms_norm(head, &self.tensor(&format!("{prefix}_norm.weight"))));
                 }
                 rotate(head, position);
+                if m.norms_rotated() {
+                    let name = if name == "q" { "query" } else { "key" };
+                    let norm = format!("model.layers.{layer}.self_attn.{name}_layernorm.weight");
+                    head.copy_from_slice(&rms_norm(head, &self.tensor(&norm)));
+                }
             }
         }
         heads
@@ -92,6 +105,11 @@ fn matvec(matrix: &[f64], x: &[f64]) -> Vec<f64> {
 
 fn add(x: &mut [f64], y: &[f64]) {
     x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+}
+
+fn biased(mut x: Vec<f64>, bias: Option<Vec<f64>>) -> Vec<f64> {
+    bias.iter().for_each(|bias| add(&mut x, bias));
+    x
 }
 
 fn rms_norm(x: &[f64], weight: &[f64]) -> Vec<f64> {
@@ -130,25 +148,33 @@ fn errors(model: &Tiny, mode: ComputeMode, kv_dtype: Option<KvDType>) -> (f64, f
     (relative_error(&got.hidden, &hidden), relative_error(&got.logits, &logits))
 }
 
-const FAMILIES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+/// Biases and norms: none, of q, k and v, of heads before and after the rotation; then biases in every projection.
+fn models(tied_head: bool) -> Vec<Tiny> {
+    let families = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "HunYuanDenseV1ForCausalLM"];
+    let mut models: Vec<Tiny> =
+        families.into_iter().map(|architecture| Tiny::odd(architecture, tied_head)).collect();
+    models.push(Tiny::odd("LlamaForCausalLM", tied_head).with_biases());
+    models
+}
 
 #[test]
 fn float32_agrees_with_the_plain_forward_for_every_architecture() {
-    for architecture in FAMILIES {
-        for tied in [false, true] {
-            let (hidden, logits) = errors(&Tiny::odd(architecture, tied), ComputeMode::Float32, None);
+    for tied in [false, true] {
+        for model in models(tied) {
+            let (hidden, logits) = errors(&model, ComputeMode::Float32, None);
+            let name = model.architecture;
             // f32 sums of at most 56 terms over two layers: 1e-5 leaves a factor of ten.
-            assert!(hidden < 1e-5 && logits < 1e-5, "{architecture} tied {tied}: {hidden:e}, {logits:e}");
+            assert!(hidden < 1e-5 && logits < 1e-5, "{name} tied {tied}: {hidden:e}, {logits:e}");
         }
     }
 }
 
 #[test]
 fn bfloat16_is_close_to_the_plain_forward() {
-    for architecture in FAMILIES {
-        let (hidden, logits) = errors(&Tiny::odd(architecture, false), ComputeMode::Bfloat16, None);
+    for model in models(false) {
+        let (hidden, logits) = errors(&model, ComputeMode::Bfloat16, None);
         // Weights, activations, keys and values are rounded to 8 bits of mantissa: 2^-8 each, over two layers.
-        assert!(hidden < 0.05 && logits < 0.05, "{architecture}: {hidden:e}, {logits:e}");
+        assert!(hidden < 0.05 && logits < 0.05, "{}: {hidden:e}, {logits:e}", model.architecture);
     }
 }
 

@@ -78,6 +78,8 @@ fn splittable_models() -> Vec<Tiny> {
         "logits_scaling": 2"#;
     vec![
         sized("LlamaForCausalLM", false, ""),
+        sized("LlamaForCausalLM", false, "").with_biases(),
+        sized("HunYuanDenseV1ForCausalLM", true, ""),
         sized("MistralForCausalLM", true, r#", "sliding_window": 9"#),
         sized("Qwen2ForCausalLM", true, half_windowed),
         sized("Qwen3ForCausalLM", false, ""),
@@ -134,7 +136,8 @@ fn several_ranks_agree_with_one_rank_for_every_architecture() {
 /// A row's bits depend on its sequence and on the number of ranks, but not on the run, chunks, threads or batch.
 #[test]
 fn every_run_has_the_same_bits() {
-    for model in [sized("Qwen2ForCausalLM", true, ""), mixtral()] {
+    let biased = sized("LlamaForCausalLM", false, "").with_biases();
+    for model in [sized("Qwen2ForCausalLM", true, ""), biased, mixtral()] {
         for n_ranks in [2, 4] {
             let want = outputs(&model, split(n_ranks), 13);
             for (n_threads, n_batch, chunk) in [(n_ranks, 16, 13), (4, 40, 40), (1, 3, 7)] {
@@ -197,22 +200,39 @@ fn greedy(model: &Tiny, config: ContextConfig, n: usize) -> Vec<Vec<i32>> {
     ids
 }
 
+/// Quantized models add their biases: without them, the error would be at least the effect of the biases.
+#[test]
+fn quantized_modes_add_every_bias() {
+    let plain = sized("LlamaForCausalLM", false, "");
+    let biased = sized("LlamaForCausalLM", false, "").with_biases();
+    let exact = outputs(&biased, split(1), 13);
+    let effect = relative_error(&outputs(&plain, split(1), 13).logits, &exact.logits);
+    for mode in [ComputeMode::Int8, ComputeMode::Int4] {
+        let error =
+            relative_error(&outputs(&biased, ContextConfig { mode, ..split(1) }, 13).logits, &exact.logits);
+        assert!(error < 0.8 * effect, "{mode:?}: {error:e}, the effect of the biases {effect:e}");
+    }
+}
+
 /// Modes with rounding: on several ranks the roundings differ, but the errors are not larger.
 #[test]
 fn every_mode_is_as_close_to_float32_as_on_one_rank() {
-    let model = sized("LlamaForCausalLM", false, "");
-    let exact = outputs(&model, split(1), 13);
-    for mode in [ComputeMode::Bfloat16, ComputeMode::Int8, ComputeMode::Int4] {
-        let error = |n_ranks| {
-            relative_error(
-                &outputs(&model, ContextConfig { mode, ..split(n_ranks) }, 13).logits,
-                &exact.logits,
-            )
-        };
-        let whole = error(1);
-        for n_ranks in [2, 4] {
-            let got = error(n_ranks);
-            assert!(got > 0.0 && got < 2.0 * whole, "{mode:?} on {n_ranks} ranks: {got:e}, on one {whole:e}");
+    let llama = || sized("LlamaForCausalLM", false, "");
+    for model in [llama(), llama().with_biases()] {
+        let exact = outputs(&model, split(1), 13);
+        for mode in [ComputeMode::Bfloat16, ComputeMode::Int8, ComputeMode::Int4] {
+            let error = |n_ranks| {
+                relative_error(
+                    &outputs(&model, ContextConfig { mode, ..split(n_ranks) }, 13).logits,
+                    &exact.logits,
+                )
+            };
+            let whole = error(1);
+            for n_ranks in [2, 4] {
+                let got = error(n_ranks);
+                let fits = got > 0.0 && got < 2.0 * whole;
+                assert!(fits, "{mode:?} on {n_ranks} ranks: {got:e}, on one {whole:e}");
+            }
         }
     }
 }

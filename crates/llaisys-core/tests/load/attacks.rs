@@ -1,6 +1,6 @@
 //! The corpus of named attacks: how to make each one, and the words that its error must contain. Attacks on one rule of
 //! a format are next to that rule's test in `folder.rs`, `gguf.rs` and `config.rs`. This file has the larger ones, all
-//! those on `tokenizer.json`, and those that fuzzing found.
+//! those on `tokenizer.json`, and those that fuzzing found. `attacks_on_families.rs` has those on keys of some families.
 
 mod rotation;
 
@@ -16,9 +16,9 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
 /// Makes the attack in the scratch folder. Returns the path to open.
-type Maker = fn(&TempFolder) -> PathBuf;
+pub(crate) type Maker = fn(&TempFolder) -> PathBuf;
 
-fn rejected(name: &str, make: Maker, words: &[&str]) {
+pub(crate) fn rejected(name: &str, make: Maker, words: &[&str]) {
     let scratch = TempFolder::new();
     let path = make(&scratch);
     let text = match Checkpoint::inspect(&path) {
@@ -32,11 +32,11 @@ fn rejected(name: &str, make: Maker, words: &[&str]) {
     assert!(!text.contains(|c: char| c.is_control()), "{name}: {text:?} has control characters");
 }
 
-fn llama() -> Folder {
+pub(crate) fn llama() -> Folder {
     Folder::small("LlamaForCausalLM")
 }
 
-fn folder(scratch: &TempFolder, change: impl FnOnce(&mut Folder)) -> PathBuf {
+pub(crate) fn folder(scratch: &TempFolder, change: impl FnOnce(&mut Folder)) -> PathBuf {
     let mut made = llama();
     change(&mut made);
     made.write(scratch);

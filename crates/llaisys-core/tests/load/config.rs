@@ -225,7 +225,11 @@ fn sampling_defaults_do_not_depend_on_do_sample() {
 #[test]
 fn architectures_are_found_by_name() {
     let supported = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM";
-    for (name, supported) in [("Gemma3ForConditionalGeneration", supported), ("", "Llama")] {
+    for (name, supported) in [
+        ("LlavaForConditionalGeneration", supported),
+        ("LlavaForConditionalGeneration", "same text models in Mistral3ForConditionalGeneration, Gemma3"),
+        ("", "Llama"),
+    ] {
         let error = unsupported(small().with("architectures", json!([name])).open());
         assert_names(&error, &[name, supported]);
     }
@@ -270,8 +274,10 @@ fn other_unimplemented_settings_are_rejected_by_name() {
         small().with(key, 0).open().unwrap();
     }
     rejected("hidden_act", json!("gelu_pytorch_tanh"), &["hidden_act", "gelu_pytorch_tanh", "silu"]);
-    rejected("mlp_bias", json!(true), &["mlp_bias", "true"]);
-    rejected("attention_bias", json!(true), &["attention_bias", "true"]);
+    for key in ["attention_out_bias", "use_bias"] {
+        rejected(key, json!(true), &[key, "true", "this family"]);
+        small().with(key, false).open().unwrap();
+    }
     rejected("is_causal", json!(false), &["is_causal"]);
     Folder::small("Qwen2ForCausalLM").with("attention_bias", true).open().unwrap();
 }

@@ -166,7 +166,10 @@ fn unknown_architectures_are_rejected_by_name() {
     let error = unsupported(small().with("general.architecture", "gemma3n").open());
     assert_names(
         &error,
-        &["gemma3n", "llama, qwen2, qwen3, phi3, olmo2, smollm3, mistral3, glm4, ernie4_5, granite"],
+        &[
+            "gemma3n",
+            "llama, qwen2, qwen3, phi3, olmo2, smollm3, mistral3, glm4, ernie4_5, granite, seed_oss, hunyuan-dense",
+        ],
     );
 }
 
@@ -387,10 +390,10 @@ fn missing_extra_and_wrongly_shaped_tensors_are_rejected() {
     );
 
     let mut extra = small();
-    extra.vector("blk.0.attn_q.bias", 32);
+    extra.vector("blk.0.attn_q_norm.weight", 16);
     let error = format_error(extra.open());
     assert!(
-        matches!(&error, FormatError::ExtraTensors { n_extra: 1, first } if first == "blk.0.attn_q.bias")
+        matches!(&error, FormatError::ExtraTensors { n_extra: 1, first } if first == "blk.0.attn_q_norm.weight")
     );
 
     let mut shape = small();

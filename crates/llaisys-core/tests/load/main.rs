@@ -9,8 +9,10 @@ mod stored;
 
 mod architectures;
 mod attacks;
+mod attacks_on_families;
 mod block_types;
 mod config;
+mod families;
 mod folder;
 mod gguf;
 mod gguf_config;
@@ -19,3 +21,5 @@ mod quantize;
 mod quantized_folder;
 mod reading;
 mod rotation;
+mod spellings;
+mod wrapped;

@@ -122,12 +122,12 @@ fn hashes_do_not_depend_on_earlier_reads() {
 fn rows_of(weights: &Weights) -> Vec<f32> {
     let mut matrices: Vec<&PackedMatrix> = vec![&weights.embed, weights.head()];
     for layer in &weights.layers {
-        matrices.extend([&layer.q.matrix, &layer.k.matrix, &layer.v.matrix, &layer.o]);
+        matrices.extend([&layer.q.matrix, &layer.k.matrix, &layer.v.matrix, &layer.o.matrix]);
         match &layer.feed_forward {
-            FeedForward::Dense(mlp) => matrices.extend([&mlp.gate_up, &mlp.down]),
+            FeedForward::Dense(mlp) => matrices.extend([&mlp.gate_up, &mlp.down.matrix]),
             FeedForward::Experts { router, experts } => {
                 matrices.push(router);
-                matrices.extend(experts.iter().flat_map(|mlp| [&mlp.gate_up, &mlp.down]));
+                matrices.extend(experts.iter().flat_map(|mlp| [&mlp.gate_up, &mlp.down.matrix]));
             }
         }
     }

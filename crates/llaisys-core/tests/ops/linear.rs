@@ -5,8 +5,8 @@ use crate::stored::{Rng, Stored, block_len, f16_places};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
 use llaisys_core::ops::{
-    Gate, LinearPart, OpContext, cases, gate_up_row, gate_up_rows, linear, linear_add, linear_gated,
-    reference,
+    Gate, GateBias, GatedPart, LinearPart, OpContext, cases, gate_up_row, gate_up_rows, linear, linear_add,
+    linear_gated, reference,
 };
 use llaisys_core::threads::Pool;
 
@@ -220,7 +220,28 @@ fn parts_of_one_call_equal_separate_calls() {
     }
 }
 
-/// The sums of `linear`, through the gate, with every division of the work.
+/// Compares `linear_gated` with `linear`, whose bias has the order of the interleaved rows, and the gate's reference.
+fn assert_gated(cx: &mut OpContext, x: &[f32], part: GatedPart<'_>, d_ff: usize, what: &str) {
+    let (n, m) = (gate_up_rows(d_ff), x.len() / part.gate_up.n_columns());
+    let of = |GateBias { gate, up }: GateBias<'_>| -> Vec<f32> {
+        let row = |(is_up, row): (bool, usize)| if is_up { up[row] } else { gate[row] };
+        (0..n).map(|i| gate_up_row(d_ff, i).map_or(0.0, row)).collect()
+    };
+    let bias = part.bias.map(of);
+    let (mut sums, mut y) = (vec![0.0; m * n], vec![f32::NAN; m * d_ff]);
+    linear(cx, x, &[LinearPart { weight: part.gate_up, bias: bias.as_deref() }], &mut [&mut sums]);
+    linear_gated(cx, x, part, &mut y);
+    for (i, &y) in y.iter().enumerate() {
+        let place = |is_up| (0..n).find(|&n| gate_up_row(d_ff, n) == Some((is_up, i % d_ff)));
+        let of = |is_up| sums[i / d_ff * n + place(is_up).unwrap()];
+        let want = reference::swiglu::swiglu(&[of(false)], &[of(true)])[0];
+        let bound = cases::swiglu_tolerance(f64::from(of(true)), want);
+        let error = (f64::from(y) - want).abs();
+        assert!(error <= bound, "{what}, {i}: {y} for {want}");
+    }
+}
+
+/// The sums of `linear`, through the gate, with every division of the work, with and without biases.
 #[test]
 fn linear_gated_equals_linear_and_a_gate() {
     for isa in IsaName::available() {
@@ -232,16 +253,11 @@ fn linear_gated_equals_linear_and_a_gate() {
                     let n = gate_up_rows(d_ff);
                     let weight = Stored::of(rng, format, n, k).pack(&cx.pool, format);
                     let x = rng.units(m * k);
-                    let (mut sums, mut y) = (vec![0.0; m * n], vec![f32::NAN; m * d_ff]);
-                    linear(&mut cx, &x, &[LinearPart { weight: &weight, bias: None }], &mut [&mut sums]);
-                    linear_gated(&mut cx, &x, &weight, Gate::Silu, &mut y);
-                    for (i, &y) in y.iter().enumerate() {
-                        let place = |is_up| (0..n).find(|&n| gate_up_row(d_ff, n) == Some((is_up, i % d_ff)));
-                        let of = |is_up| sums[i / d_ff * n + place(is_up).unwrap()];
-                        let want = reference::swiglu::swiglu(&[of(false)], &[of(true)])[0];
-                        let bound = cases::swiglu_tolerance(f64::from(of(true)), want);
-                        let error = (f64::from(y) - want).abs();
-                        assert!(error <= bound, "{isa:?} {format:?} {m} x {d_ff}, {i}: {y} for {want}");
+                    let (gate, up) = (rng.units(d_ff), rng.units(d_ff));
+                    for bias in [None, Some(GateBias { gate: &gate, up: &up })] {
+                        let part = GatedPart { gate_up: &weight, bias, gate: Gate::Silu };
+                        let what = format!("{isa:?} {format:?} {m} x {d_ff}, bias {}", bias.is_some());
+                        assert_gated(&mut cx, &x, part, d_ff, &what);
                     }
                 }
             }

@@ -132,7 +132,8 @@ fn gated(cx: &mut OpContext, function: Gate, d_ff: usize, gate: &[f32], up: &[f3
     let weight = PackedMatrix::pack(&cx.pool, PackedFormat::F32, n_rows, k, &stored).expect("memory");
     let x: Vec<f32> = (0..n * k).map(|i| if i % k / 2 == i / k { 1.0 } else { 0.0 }).collect();
     let mut y = vec![f32::NAN; gate.len()];
-    ops::linear_gated(cx, &x, &weight, function, &mut y);
+    let part = ops::GatedPart { gate_up: &weight, bias: None, gate: function };
+    ops::linear_gated(cx, &x, part, &mut y);
     y
 }
 

@@ -7,12 +7,15 @@ use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Architectures with which the GPU's forward pass has not been verified.
-const CPU_ONLY: [&str; 5] = [
+const CPU_ONLY: [&str; 8] = [
     "SmolLM3ForCausalLM",
     "Olmo3ForCausalLM",
     "Ministral3ForCausalLM",
     "Glm4ForCausalLM",
     "Ernie4_5ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "SeedOssForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
 ];
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.
@@ -28,6 +31,18 @@ pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     }
     if let Some(experts) = config.experts {
         return refuse("a mixture of experts", experts.n.to_string(), "dense models");
+    }
+    if config.arch.qk_norm == QkNorm::RotatedHead {
+        return refuse(
+            "the norm of q and k",
+            "after the rotation".to_owned(),
+            "none, or before the rotation",
+        );
+    }
+    for (what, has_bias) in [("o_proj", config.o_bias), ("the feed-forward block", config.mlp_bias)] {
+        if has_bias {
+            return refuse("a bias", format!("in {what}"), "biases of q, k and v");
+        }
     }
     if config.arch.qk_norm == QkNorm::Projection {
         return refuse("the norm of q and k", "all heads together".to_owned(), "none, or each head's");

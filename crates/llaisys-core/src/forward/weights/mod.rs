@@ -9,7 +9,7 @@ use crate::arch::spec::{ExpertPart, LayerWeight, WeightId};
 use crate::error::{Result, Unsupported};
 use crate::ops::argmax_bounds::ArgmaxBounds;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
-use crate::ops::{LinearPart, gate_up_row};
+use crate::ops::{Gate, GateBias, GatedPart, LinearPart, gate_up_row};
 use crate::threads::Pool;
 
 /// A projection with an optional bias.
@@ -46,7 +46,7 @@ pub struct LayerWeights {
     /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
     pub k_norm: Option<Vec<f32>>,
     /// `[d_model, n_heads * d_head]`.
-    pub o: PackedMatrix,
+    pub o: Projection,
     /// Norm before the feed-forward block, `[d_model]`.
     pub ffn_norm: Option<Vec<f32>>,
     /// Norm of the output of the feed-forward block, `[d_model]`.
@@ -74,8 +74,12 @@ pub enum FeedForward {
 pub struct Mlp {
     /// Gate and up, interleaved in groups of 16 rows ([`gate_up_row`]), `[gate_up_rows(d_ff), d_model]`.
     pub gate_up: PackedMatrix,
+    /// Bias of the gate, `[d_ff]`.
+    pub gate_bias: Option<Vec<f32>>,
+    /// Bias of the up projection, `[d_ff]`.
+    pub up_bias: Option<Vec<f32>>,
     /// `[d_model, d_ff]`.
-    pub down: PackedMatrix,
+    pub down: Projection,
 }
 
 /// All weights of a model, or a rank's part of them. Shapes are those of
@@ -163,7 +167,8 @@ impl Weights {
             LayerWeight::QBias => vector(&mut layer.q.bias),
             LayerWeight::KBias => vector(&mut layer.k.bias),
             LayerWeight::VBias => vector(&mut layer.v.bias),
-            LayerWeight::O => Target::Matrix(&mut layer.o),
+            LayerWeight::O => Target::Matrix(&mut layer.o.matrix),
+            LayerWeight::OBias => vector(&mut layer.o.bias),
             LayerWeight::QNorm => vector(&mut layer.q_norm),
             LayerWeight::KNorm => vector(&mut layer.k_norm),
             other => return layer.feed_forward.targets(other),
@@ -183,12 +188,15 @@ impl FeedForward {
     fn targets(&mut self, part: LayerWeight) -> Vec<(Target<'_>, usize)> {
         match (self, part) {
             (FeedForward::Dense(mlp), LayerWeight::GateUp) => {
-                let (d_ff, matrix) = (mlp.down.n_columns(), &mut mlp.gate_up);
+                let (d_ff, matrix) = (mlp.down.matrix.n_columns(), &mut mlp.gate_up);
                 vec![(Target::BothGateUp { matrix, d_ff }, 0)]
             }
             (FeedForward::Dense(mlp), LayerWeight::Gate) => vec![(mlp.target(ExpertPart::Gate), 0)],
             (FeedForward::Dense(mlp), LayerWeight::Up) => vec![(mlp.target(ExpertPart::Up), 0)],
             (FeedForward::Dense(mlp), LayerWeight::Down) => vec![(mlp.target(ExpertPart::Down), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::GateBias) => vec![(vector(&mut mlp.gate_bias), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::UpBias) => vec![(vector(&mut mlp.up_bias), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::DownBias) => vec![(vector(&mut mlp.down.bias), 0)],
             (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Target::Matrix(router), 0)],
             (FeedForward::Experts { experts, .. }, LayerWeight::Expert(expert, matrix)) => {
                 vec![(experts[expert].target(matrix), 0)]
@@ -217,24 +225,33 @@ impl FeedForward {
 }
 
 impl Mlp {
+    /// Returns gate and up as the part of a [`linear_gated`](crate::ops::linear_gated) call.
+    pub fn gated_part(&self, gate: Gate) -> GatedPart<'_> {
+        let bias = self.gate_bias.as_ref().zip(self.up_bias.as_ref());
+        let bias = bias.map(|(gate, up)| GateBias { gate, up });
+        GatedPart { gate_up: &self.gate_up, bias, gate }
+    }
+
     fn n_rows(&self, matrix: ExpertPart) -> usize {
         match matrix {
-            ExpertPart::Gate | ExpertPart::Up => self.down.n_columns(),
-            ExpertPart::Down => self.down.n_rows(),
+            ExpertPart::Gate | ExpertPart::Up => self.down.matrix.n_columns(),
+            ExpertPart::Down => self.down.matrix.n_rows(),
         }
     }
 
     fn target(&mut self, part: ExpertPart) -> Target<'_> {
-        let d_ff = self.down.n_columns();
+        let d_ff = self.down.matrix.n_columns();
         match part {
             ExpertPart::Gate => Target::GateOrUp { matrix: &mut self.gate_up, is_up: false, d_ff },
             ExpertPart::Up => Target::GateOrUp { matrix: &mut self.gate_up, is_up: true, d_ff },
-            ExpertPart::Down => Target::Matrix(&mut self.down),
+            ExpertPart::Down => Target::Matrix(&mut self.down.matrix),
         }
     }
 
     fn n_bytes(&self) -> usize {
-        self.gate_up.n_bytes() + self.down.n_bytes()
+        let biases = [&self.gate_bias, &self.up_bias, &self.down.bias];
+        let n_values: usize = biases.into_iter().flatten().map(Vec::len).sum();
+        self.gate_up.n_bytes() + self.down.matrix.n_bytes() + n_values * size_of::<f32>()
     }
 }
 
@@ -315,10 +332,17 @@ impl Replacement<'_> {
 
 impl LayerWeights {
     fn n_bytes(&self) -> usize {
-        let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o];
-        let norms = [&self.attn_norm, &self.attn_post_norm, &self.ffn_norm, &self.ffn_post_norm];
-        let vectors = [&self.q.bias, &self.k.bias, &self.v.bias, &self.q_norm, &self.k_norm];
-        let n_values = norms.into_iter().chain(vectors).flatten().map(Vec::len).sum::<usize>();
+        let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o.matrix];
+        let norms = [
+            &self.attn_norm,
+            &self.attn_post_norm,
+            &self.q_norm,
+            &self.k_norm,
+            &self.ffn_norm,
+            &self.ffn_post_norm,
+        ];
+        let biases = [&self.q.bias, &self.k.bias, &self.v.bias, &self.o.bias];
+        let n_values = norms.into_iter().chain(biases).flatten().map(Vec::len).sum::<usize>();
         let n_bytes = matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>();
         n_bytes + n_values * size_of::<f32>() + self.feed_forward.n_bytes()
     }

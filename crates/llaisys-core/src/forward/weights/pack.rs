@@ -91,18 +91,21 @@ impl Packer<'_> {
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| WeightId::Layer(index, part);
         let config = self.checkpoint.config();
-        let (bias, norm) = (config.qkv_bias, config.qk_norm);
+        let norm = config.qk_norm;
         let (pre, post) = (config.arch.pre_norms, config.arch.post_norms);
         let some = |wanted: bool, part| wanted.then(|| self.vector(at(part))).transpose();
+        let projection = |matrix, bias, has_bias| -> Result<Projection> {
+            Ok(Projection { matrix: self.matrix(at(matrix))?, bias: some(has_bias, bias)? })
+        };
         Ok(LayerWeights {
             attn_norm: some(pre, LayerWeight::AttnNorm)?,
             attn_post_norm: some(post, LayerWeight::AttnPostNorm)?,
-            q: Projection { matrix: self.matrix(at(LayerWeight::Q))?, bias: some(bias, LayerWeight::QBias)? },
-            k: Projection { matrix: self.matrix(at(LayerWeight::K))?, bias: some(bias, LayerWeight::KBias)? },
-            v: Projection { matrix: self.matrix(at(LayerWeight::V))?, bias: some(bias, LayerWeight::VBias)? },
+            q: projection(LayerWeight::Q, LayerWeight::QBias, config.qkv_bias)?,
+            k: projection(LayerWeight::K, LayerWeight::KBias, config.qkv_bias)?,
+            v: projection(LayerWeight::V, LayerWeight::VBias, config.qkv_bias)?,
             q_norm: some(norm, LayerWeight::QNorm)?,
             k_norm: some(norm, LayerWeight::KNorm)?,
-            o: self.matrix(at(LayerWeight::O))?,
+            o: projection(LayerWeight::O, LayerWeight::OBias, config.o_bias)?,
             ffn_norm: some(pre, LayerWeight::FfnNorm)?,
             ffn_post_norm: some(post, LayerWeight::FfnPostNorm)?,
             feed_forward: self.feed_forward(index)?,
@@ -110,11 +113,22 @@ impl Packer<'_> {
     }
 
     fn feed_forward(&self, index: usize) -> Result<FeedForward> {
-        let mlp = |[gate, up, down]: [LayerWeight; 3]| -> Result<Mlp> {
-            let gate_up = self.gate_up(WeightId::Layer(index, gate), WeightId::Layer(index, up))?;
-            Ok(Mlp { gate_up, down: self.matrix(WeightId::Layer(index, down))? })
+        let config = self.checkpoint.config();
+        let bias = |part| -> Result<Option<Vec<f32>>> {
+            config.mlp_bias.then(|| self.vector(WeightId::Layer(index, part))).transpose()
         };
-        let Some(experts) = self.checkpoint.config().experts else {
+        let mlp = |[gate, up, down]: [LayerWeight; 3]| -> Result<Mlp> {
+            Ok(Mlp {
+                gate_up: self.gate_up(WeightId::Layer(index, gate), WeightId::Layer(index, up))?,
+                gate_bias: bias(LayerWeight::GateBias)?,
+                up_bias: bias(LayerWeight::UpBias)?,
+                down: Projection {
+                    matrix: self.matrix(WeightId::Layer(index, down))?,
+                    bias: bias(LayerWeight::DownBias)?,
+                },
+            })
+        };
+        let Some(experts) = config.experts else {
             return mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]).map(FeedForward::Dense);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
@@ -157,7 +171,7 @@ impl Packer<'_> {
     }
 
     fn name(&self, stored: WeightId) -> String {
-        self.checkpoint.config().names.name(stored).expect("stored weights have names")
+        self.checkpoint.config().name(stored).expect("stored weights have names")
     }
 
     /// Packs gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in

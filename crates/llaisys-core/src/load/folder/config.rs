@@ -5,12 +5,14 @@
 use crate::arch::config::{Experts, ModelConfig, add_ids};
 use crate::arch::rope::{LocalRope, LongRope, QueryScaling, RopeConfig};
 use crate::arch::spec::{self, ArchSpec, SoftCap};
+use crate::arch::wrapper::WRAPPERS;
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::ModelFolder;
 use crate::load::folder::fields::Fields;
 use crate::load::folder::generation_config::GenerationConfig;
 use crate::load::folder::quantization::Quantization;
 use crate::load::folder::rope;
+use crate::load::folder::text_config::{self, TextConfig};
 use crate::load::folder::{options, window};
 use serde_json::Value;
 
@@ -25,7 +27,9 @@ pub(crate) fn read(
     generation: &GenerationConfig,
 ) -> Result<(ModelConfig, Option<Quantization>)> {
     let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
-    let map = folder.object(FILE)?.ok_or_else(missing)?;
+    let whole = folder.object(FILE)?.ok_or_else(missing)?;
+    let whole = Fields { file: FILE, map: &whole };
+    let TextConfig { map, wrapper } = text_config::read(&whole)?;
     let fields = Fields { file: FILE, map: &map };
     let arch = architecture_of(&fields)?;
     options::reject_unsupported(&fields, arch)?;
@@ -35,19 +39,22 @@ pub(crate) fn read(
     let d_model = fields.required_size("hidden_size")?;
     let d_head = d_head(&fields, arch, d_model, n_heads)?;
     let max_positions = fields.required_size("max_position_embeddings")?;
-    let ropes = ropes(&fields, arch, max_positions)?;
+    let ropes = ropes(&fields, arch, d_head, max_positions)?;
     let mut eos = generation.eos.clone();
-    add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
+    for fields in [fields, whole] {
+        add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
+    }
     let mut config = ModelConfig {
         arch,
         names: arch.folder_names,
+        wrapper,
         norm_offset: arch.folder_norm_offset,
         n_layers,
         d_model,
         n_heads,
         n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
         d_head,
-        d_ff: fields.required_size(arch.experts.map_or("intermediate_size", |keys| keys.d_ff))?,
+        d_ff: fields.required_size(arch.experts.map_or(arch.d_ff_key, |keys| keys.d_ff))?,
         vocab_size: fields.required_size("vocab_size")?,
         max_positions,
         rms_eps: fields.number("rms_norm_eps")?.unwrap_or(arch.rms_eps_default) as f32,
@@ -71,7 +78,9 @@ pub(crate) fn read(
         logit_scale: 1.0 / multiplier(&fields, arch, "logits_scaling")?,
         experts: experts(&fields, arch)?,
         tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(arch.tied_default),
-        qkv_bias: arch.qkv_bias,
+        qkv_bias: options::has_bias(&fields, arch.biases.qkv)?,
+        o_bias: options::has_bias(&fields, arch.biases.o)?,
+        mlp_bias: options::has_bias(&fields, arch.biases.mlp)?,
         qk_norm: arch.qk_norm != spec::QkNorm::None,
         bos: fields.token_ids("bos_token_id")?.first().copied(),
         eos,
@@ -80,6 +89,7 @@ pub(crate) fn read(
     (config.window, config.windowed) = window::read(&fields, &config)?;
     config.rotated = rope::rotated_layers(&fields, &arch.rope, n_layers)?;
     config.check()?;
+    options::expect_rotation(&fields, arch)?;
     Ok((config, Quantization::read(&fields)?))
 }
 
@@ -89,11 +99,19 @@ fn architecture_of(fields: &Fields<'_>) -> Result<&'static ArchSpec> {
     if let Some(first) = fields.list(key)?.and_then(<[Value]>::first) {
         let wrong = FormatError::KeyType { file: FILE, key, expected: "a list of strings" };
         let name = first.as_str().ok_or(wrong)?;
-        return Ok(spec::find(name, |arch| arch.architecture)?);
+        return Ok(spec::find(name, |arch| arch.architecture).map_err(with_wrappers)?);
     }
     let missing = FormatError::KeyMissing { file: FILE, key };
     let name = fields.text("model_type")?.ok_or(missing)?;
     Ok(spec::find(name, |arch| arch.model_type)?)
+}
+
+/// Adds the supported multimodal architectures to the error of an unknown one.
+fn with_wrappers(error: Unsupported) -> Unsupported {
+    let Unsupported::Architecture { name, supported } = error else { return error };
+    let wrappers = WRAPPERS.iter().map(|wrapper| wrapper.architecture).collect::<Vec<_>>().join(", ");
+    let supported = format!("{supported}; and the same text models in {wrappers}");
+    Unsupported::Architecture { name, supported }
 }
 
 fn d_head(
@@ -135,7 +153,7 @@ impl Ropes {
 /// Reads the rotary embeddings. The new spelling is `rope_parameters`: one set, or one for each type of layer where
 /// layers with a window differ. The old one is `rope_theta` and `rope_local_base_freq`, with `rope_scaling` for layers
 /// without a window.
-fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<Ropes> {
+fn ropes(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize, max_positions: usize) -> Result<Ropes> {
     let rules = &arch.rope;
     let theta = fields.number("rope_theta")?.unwrap_or(rules.theta_default);
     let local_theta = match rules.local {
@@ -156,6 +174,12 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<R
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(set) = fields.object(key)? else { continue };
         has_set = true;
+        if arch.rope_alpha
+            && let Some(theta) = rope::stretched_base(&set, theta, d_head)?
+        {
+            ropes.rope = RopeConfig::plain(theta);
+            continue;
+        }
         if !set.map.values().any(Value::is_object) {
             ropes.set(rope::read_set(&set, ropes.rope.theta, context)?);
             if rules.local == LocalRope::Unscaled {

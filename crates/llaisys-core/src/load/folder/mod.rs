@@ -8,6 +8,7 @@ mod options;
 pub(crate) mod quantization;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 mod rope;
+mod text_config;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 mod window;
 

@@ -1,5 +1,6 @@
 //! Options of `config.json` that are rejected if they are switched on.
 
+use crate::arch::bias::{BIAS_KEYS, Bias};
 use crate::arch::spec::{Activation, ArchSpec};
 use crate::error::{Result, Unsupported};
 use crate::load::folder::fields::Fields;
@@ -12,20 +13,19 @@ pub(super) const EXPERT_COUNT_KEYS: [&str; 2] = ["num_experts", "num_local_exper
 pub(super) fn reject_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
     reject_experts(fields, arch)?;
     reject_activation(fields, arch)?;
-    // In Llama and Qwen3 this adds a bias to the output projection too; Qwen2 has no such key.
-    if fields.flag("attention_bias")? == Some(true) && !arch.qkv_bias {
-        return Err(Unsupported::feature("attention_bias", true, "false").into());
-    }
-    for key in ["mlp_bias", "use_bias"] {
-        if fields.flag(key)? == Some(true) {
-            return Err(Unsupported::feature(key, true, "false").into());
+    for key in BIAS_KEYS {
+        if fields.flag(key)? == Some(true) && !arch.biases.reads(key) {
+            return Err(Unsupported::feature(key, true, "false in this family").into());
         }
     }
     if fields.flag("is_causal")? == Some(false) {
         return Err(Unsupported::feature("is_causal", false, "true").into());
     }
-    if fields.flag("use_bidirectional_attention")? == Some(true) {
-        return Err(Unsupported::feature("use_bidirectional_attention", true, "false").into());
+    // Hunyuan's second key is for layers that share keys and values.
+    for key in ["use_bidirectional_attention", "use_cla"] {
+        if fields.flag(key)? == Some(true) {
+            return Err(Unsupported::feature(key, true, "false").into());
+        }
     }
     for key in ["dtype", "torch_dtype"] {
         if let Some(dtype) = fields.text(key)?
@@ -37,6 +37,25 @@ pub(super) fn reject_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result
         }
     }
     Ok(())
+}
+
+/// Rejects a model without a rotary embedding, in an architecture that can do without.
+pub(super) fn expect_rotation(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+    const KEY: &str = "position_embedding_type";
+    match fields.text(KEY)? {
+        Some("rope") => Ok(()),
+        stated if arch.rope_switch => Err(Unsupported::feature(KEY, stated.unwrap_or("null"), "rope").into()),
+        _ => Ok(()),
+    }
+}
+
+/// Returns whether the file's projections have the bias.
+pub(super) fn has_bias(fields: &Fields<'_>, bias: Bias) -> Result<bool> {
+    match bias {
+        Bias::Never => Ok(false),
+        Bias::Always => Ok(true),
+        Bias::Stated { key, default } => Ok(fields.flag(key)?.unwrap_or(default)),
+    }
 }
 
 /// Rejects experts in an architecture without them, and layers without experts in one with them.

@@ -8,6 +8,9 @@ use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
 use serde_json::Value;
 
+/// Bounds of the factor that stretches a base.
+const ALPHA: (f64, f64) = (1.0, 1e6);
+
 /// The parts of `config.json` outside of the set.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Context<'a> {
@@ -121,6 +124,20 @@ fn query_scaling(set: &Fields<'_>, context: Context<'_>) -> Result<Option<QueryS
     let beta = stated.ok_or_else(|| missing(KEY))?;
     let original = context.original(set)?.ok_or_else(|| missing("original_max_position_embeddings"))?;
     Ok((beta != 0.0).then_some(QueryScaling { beta, original: original as f64 }))
+}
+
+/// Returns the base of a dynamic set with `alpha`: `theta * alpha^(d / (d - 2))`, for sequences of every length. None for
+/// other sets. Errors: a key of another type, or out of bounds.
+pub(super) fn stretched_base(set: &Fields<'_>, theta: f64, d_head: usize) -> Result<Option<f64>> {
+    let kind = set.text("rope_type")?.or(set.text("type")?);
+    // transformers takes 0 for none.
+    let Some(alpha) = set.number("alpha")?.filter(|&alpha| alpha != 0.0 && kind == Some("dynamic")) else {
+        return Ok(None);
+    };
+    bounded("the rope's alpha", alpha, ALPHA.0, ALPHA.1)?;
+    let theta = set.number("rope_theta")?.unwrap_or(theta);
+    let width = d_head as f64;
+    Ok(Some(theta * alpha.powf(width / (width - 2.0))))
 }
 
 fn numbers(set: &Fields<'_>, key: &'static str) -> Result<Option<Vec<f32>>, FormatError> {

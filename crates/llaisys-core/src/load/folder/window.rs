@@ -25,7 +25,8 @@ pub(super) fn read(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<
                 return Err(FormatError::Disagree { what, got, other, want }.into());
             }
             let kind = |kind: &serde_json::Value| match kind.as_str() {
-                Some("full_attention") => Ok(false),
+                // The second is the name of Granite 4.0.
+                Some("full_attention" | "attention") => Ok(false),
                 Some("sliding_attention") if window.is_some() => Ok(true),
                 other => {
                     let supported = "full_attention, and sliding_attention with a sliding_window";

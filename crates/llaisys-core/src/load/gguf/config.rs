@@ -3,12 +3,13 @@
 //! Keys are those of the GGUF specification, `<architecture>.…`. Unimplemented keys that would change the output are
 //! rejected by name.
 
+use crate::arch::bias::Bias;
 use crate::arch::bounds::bounded;
 use crate::arch::config::{Experts, ModelConfig, add_ids};
 use crate::arch::rope::{
     LocalRope, LongRope, QueryScaling, RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude,
 };
-use crate::arch::spec::{self, ArchSpec, QkNorm, SoftCap, WindowRule};
+use crate::arch::spec::{self, ArchSpec, LayerWeight, QkNorm, SoftCap, WeightId, WindowRule};
 use crate::error::{FormatError, GgufError};
 use crate::error::{Result, Unsupported};
 use crate::load::gguf::Header;
@@ -54,11 +55,12 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let mut config = ModelConfig {
         arch,
         names: arch.gguf_names,
+        wrapper: None,
         norm_offset: 0.0,
         n_layers,
         d_model,
         n_heads,
-        n_kv_heads: keys.size("attention.head_count_kv")?.unwrap_or(n_heads),
+        n_kv_heads: keys.size_of_layers("attention.head_count_kv", n_layers)?.unwrap_or(n_heads),
         d_head,
         d_ff: match expert_d_ff {
             Some(d_ff) => d_ff,
@@ -87,7 +89,9 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
         experts: experts(&keys, n_experts)?,
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
-        qkv_bias: arch.qkv_bias,
+        qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
+        o_bias: has_bias(header, arch, arch.biases.o, &[LayerWeight::OBias]),
+        mlp_bias: has_bias(header, arch, arch.biases.mlp, LayerWeight::MLP_BIASES),
         qk_norm: arch.qk_norm != QkNorm::None,
         bos: tokenizer.bos,
         eos,
@@ -131,6 +135,20 @@ fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
     let (what, of) = ("embedding_length", "attention.head_count");
     let uneven = FormatError::NotAMultiple { what, got: d_model, of, divisor: n_heads };
     Ok(d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)?)
+}
+
+/// Returns whether the model has the biases `parts`: by the architecture's rule, or if the first layer has one of them. A
+/// file with only some of them lacks the others.
+fn has_bias(header: &Header<'_>, arch: &ArchSpec, rule: Bias, parts: &[LayerWeight]) -> bool {
+    let is_stored = |&part: &LayerWeight| {
+        let name = arch.gguf_names.name(WeightId::Layer(0, part));
+        header.tensor_names().any(|tensor| Some(tensor) == name.as_deref())
+    };
+    match rule {
+        Bias::Never => false,
+        Bias::Always => true,
+        Bias::Stated { .. } => parts.iter().any(is_stored),
+    }
 }
 
 /// Reads the rotary embedding of layers without a window, and that of long contexts.
@@ -323,6 +341,19 @@ impl Keys<'_> {
         Ok(self.metadata.uint(&key)?.map(|n| usize::try_from(n).unwrap_or(usize::MAX)))
     }
 
+    /// As [`Self::size`]; an array must have the same size for every layer. Errors also: another number of layers.
+    fn size_of_layers(&self, key: &str, n_layers: usize) -> Result<Option<usize>> {
+        let full = self.full(key);
+        let Some(sizes) = self.metadata.uints(&full)? else { return self.size(key) };
+        if let [first, ref rest @ ..] = sizes[..]
+            && rest.len() + 1 == n_layers
+            && rest.iter().all(|&size| size == first)
+        {
+            return Ok(Some(usize::try_from(first).unwrap_or(usize::MAX)));
+        }
+        Err(Unsupported::feature("a size for each layer", full, "one size for all layers").into())
+    }
+
     fn required_size(&self, key: &str) -> Result<usize> {
         required(self.size(key)?, &self.full(key))
     }
@@ -384,7 +415,13 @@ fn reject_unsupported(keys: &Keys<'_>, arch: &ArchSpec) -> Result<()> {
         return Err(Unsupported::feature("attention.causal", false, "causal attention").into());
     }
     if arch.multipliers {
-        return Ok(());
+        // llama.cpp's switch of the rotary embedding, in Granite.
+        return match keys.metadata.bool(&keys.full("rope.scaling.finetuned"))? {
+            Some(false) => {
+                Err(Unsupported::feature("rope.scaling.finetuned", false, "true (rotated)").into())
+            }
+            _ => Ok(()),
+        };
     }
     for key in ["logit_scale", "embedding_scale", "residual_scale"] {
         keys.expect_neutral(key, &[0.0, 1.0])?;

@@ -228,6 +228,19 @@ impl<'a> Metadata<'a> {
         Ok(Some(array.values().filter_map(text).collect()))
     }
 
+    /// Returns the numbers of the array `key`, whole and from 0; None if it is absent or no array. Errors: an array of
+    /// others.
+    pub fn uints(&self, key: &str) -> Result<Option<Vec<u64>>, GgufError> {
+        let Some(value @ Value::Array(array)) = self.get(key) else { return Ok(None) };
+        let number = |number| match number {
+            Value::Uint(number) => Some(number),
+            Value::Int(number) => u64::try_from(number).ok(),
+            _ => None,
+        };
+        let numbers: Option<Vec<u64>> = array.values().map(number).collect();
+        numbers.map(Some).ok_or_else(|| wrong_type(key, "an array of whole numbers from 0", value))
+    }
+
     /// Returns the array of 32-bit signed integers `key`; None if it is absent. Errors: another type.
     pub fn ints(&self, key: &str) -> Result<Option<Vec<i32>>, GgufError> {
         let array = match self.get(key) {

@@ -31,6 +31,33 @@ pub fn gate_up_row(d_ff: usize, n: usize) -> Option<(bool, usize)> {
     (row < d_ff).then_some((c >= HALF_PANEL, row))
 }
 
+/// The biases of gate and up, `[d_ff]` each.
+#[derive(Debug, Clone, Copy)]
+pub struct GateBias<'a> {
+    /// Added to the gates.
+    pub gate: &'a [f32],
+    /// Added to the ups.
+    pub up: &'a [f32],
+}
+
+impl GateBias<'_> {
+    /// Adds the biases of the features from `first` on to rows of sums, which have the gates, then the ups.
+    #[inline(always)]
+    pub(super) fn add<L: Lanes>(self, lanes: L, first: usize, rows: &mut [[f32; PANEL]]) {
+        for row in rows {
+            let (gate, up) = row.split_at_mut(HALF_PANEL);
+            let mut i = 0;
+            while i < HALF_PANEL && first + i < self.gate.len() {
+                let gates = lanes.add(lanes.load(&gate[i..]), lanes.load_first(&self.gate[first + i..]));
+                lanes.store(gates, &mut gate[i..]);
+                let ups = lanes.add(lanes.load(&up[i..]), lanes.load_first(&self.up[first + i..]));
+                lanes.store(ups, &mut up[i..]);
+                i += L::N;
+            }
+        }
+    }
+}
+
 /// The activation function of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gate {

@@ -22,7 +22,7 @@ mod pruned_argmax;
 mod scalar;
 
 use super::activations::{Activations, Form, Inputs, Packing, RowBlocks, Rows};
-use super::gate::{Gate, gate_up_rows};
+use super::gate::{Gate, GateBias, gate_up_rows};
 use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
@@ -117,19 +117,30 @@ pub fn linear_add(cx: &mut OpContext, x: &[f32], weight: &PackedMatrix, y: &mut 
     product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out: Disjoint::new(y), n_columns })]);
 }
 
-/// `inner = G(x gate^T) * (x up^T)`, the first half of a gated feed-forward block (arXiv:2002.05202). Gates and ups
-/// are never written to memory.
+/// The first half of a gated feed-forward block.
+#[derive(Debug, Clone, Copy)]
+pub struct GatedPart<'a> {
+    /// Gate and up, `[gate_up_rows(d_ff), K]`, interleaved as in [`gate_up_row`](super::gate::gate_up_row).
+    pub gate_up: &'a PackedMatrix,
+    /// Their biases.
+    pub bias: Option<GateBias<'a>>,
+    /// The activation of the gate.
+    pub gate: Gate,
+}
+
+/// `inner = G(x gate^T + gate_bias) * (x up^T + up_bias)`, the first half of a gated feed-forward block
+/// (arXiv:2002.05202). Gates and ups are never written to memory.
 ///
-/// - `x`: `[n, K]`; `gate_up`: `[gate_up_rows(d_ff), K]`, interleaved as in [`gate_up_row`](super::gate::gate_up_row);
-///   `inner`: `[n, d_ff]`
+/// - `x`: `[n, K]`; `inner`: `[n, d_ff]`
 ///
 /// Panics as [`linear`] does.
-pub fn linear_gated(cx: &mut OpContext, x: &[f32], gate_up: &PackedMatrix, gate: Gate, inner: &mut [f32]) {
+pub fn linear_gated(cx: &mut OpContext, x: &[f32], part: GatedPart<'_>, inner: &mut [f32]) {
+    let GatedPart { gate_up, bias, gate } = part;
     let n_rows = x.len() / gate_up.n_columns();
     let n_columns = inner.len().checked_div(n_rows).unwrap_or(0);
     let wide = n_rows == 0 || gate_up_rows(n_columns) == gate_up.n_rows();
     assert!(wide, "{n_columns} outputs, but gate_up has {} rows", gate_up.n_rows());
-    let (epilogue, out) = (Epilogue::Gate(gate), Disjoint::new(inner));
+    let (epilogue, out) = (Epilogue::Gate(gate, bias), Disjoint::new(inner));
     product(cx, x, &[Some(Target { weight: gate_up, epilogue, out, n_columns })]);
 }
 
@@ -154,7 +165,12 @@ fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
 fn check(target: &Target<'_>, x: Rows<'_>) {
     assert_eq!(x.n_columns, target.weight.n_columns(), "inputs and weights differ in width");
     assert_eq!(target.out.len(), x.n_rows * target.n_columns, "output of wrong shape");
-    if let Epilogue::Bias(bias) = target.epilogue {
+    let biases = match target.epilogue {
+        Epilogue::Bias(bias) => [bias, bias],
+        Epilogue::Gate(_, Some(GateBias { gate, up })) if x.n_rows > 0 => [gate, up],
+        _ => return,
+    };
+    for bias in biases {
         assert_eq!(bias.len(), target.n_columns, "bias of wrong length");
     }
 }

@@ -215,4 +215,12 @@ fn unsupported_models_are_refused_by_name() {
         let named = refused(&Tiny::for_gpu(architecture, true));
         assert!(named.contains(&format!("the architecture \"{architecture} on a GPU\"")), "{named}");
     }
+    let bias = refused(&Tiny::for_gpu("LlamaForCausalLM", true).with_biases());
+    assert!(bias.contains("a bias \"in o_proj on a GPU\""), "{bias}");
+    let hunyuan = refused(&Tiny::for_gpu("HunYuanDenseV1ForCausalLM", true));
+    assert!(hunyuan.contains("the architecture \"HunYuanDenseV1ForCausalLM on a GPU\""), "{hunyuan}");
+    let seed_oss = refused(&Tiny::sized("SeedOssForCausalLM", true, |model| {
+        model.more_keys = r#", "attention_bias": false"#.into();
+    }));
+    assert!(seed_oss.contains("the architecture \"SeedOssForCausalLM on a GPU\""), "{seed_oss}");
 }

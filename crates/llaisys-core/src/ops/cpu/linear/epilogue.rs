@@ -1,7 +1,7 @@
 //! What is computed from a tile's sums, and where it is written.
 
 use super::pruned_argmax::Bounds;
-use crate::ops::cpu::gate::{Gate, HALF_PANEL};
+use crate::ops::cpu::gate::{Gate, GateBias, HALF_PANEL};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes};
 use crate::ops::packed::PANEL;
 use crate::threads::DisjointWriter;
@@ -14,7 +14,7 @@ pub(super) enum Epilogue<'a> {
     Bias(&'a [f32]),
     Add,
     /// A panel has 16 gates and 16 ups, which become 16 outputs.
-    Gate(Gate),
+    Gate(Gate, Option<GateBias<'a>>),
     /// A panel's sums become the lower and the upper bound of its largest output.
     Bounds(Bounds<'a>),
 }
@@ -23,7 +23,7 @@ impl Epilogue<'_> {
     /// The columns of the output that panel `p` determines, out of `n`.
     pub(super) fn columns(self, p: usize, n: usize) -> Range<usize> {
         let width = match self {
-            Epilogue::Gate(_) => HALF_PANEL,
+            Epilogue::Gate(..) => HALF_PANEL,
             Epilogue::Bounds(_) => 2,
             _ => PANEL,
         };
@@ -38,7 +38,7 @@ impl Epilogue<'_> {
         while c < out.len() {
             let (sum, y) = (lanes.load(&sums[c..]), &mut out[c..]);
             let value = match self {
-                Epilogue::Store | Epilogue::Gate(_) | Epilogue::Bounds(_) => sum,
+                Epilogue::Store | Epilogue::Gate(..) | Epilogue::Bounds(_) => sum,
                 Epilogue::Bias(bias) => lanes.add(sum, lanes.load_first(&bias[n + c..])),
                 Epilogue::Add => lanes.add(lanes.load_first(y), sum),
             };
@@ -66,7 +66,10 @@ impl Kernel for Finish<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let Self { epilogue, sums, columns, mut out, .. } = self;
-        if let Epilogue::Gate(gate) = epilogue {
+        if let Epilogue::Gate(gate, bias) = epilogue {
+            if let Some(bias) = bias {
+                bias.add(lanes, columns.start, sums);
+            }
             gate.apply(lanes, sums);
         }
         for i in 0..sums.len() {
