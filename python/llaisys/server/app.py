@@ -24,7 +24,7 @@ from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import metrics
 from llaisys.server.access_log import AccessLogMiddleware, note, request_id_of
-from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.http_errors import ApiError, error_response, error_responses, to_json
 from llaisys.server.middleware.auth import AuthMiddleware
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
@@ -133,21 +133,17 @@ def _routes(state: ServerState) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Respond with OpenAI's error object; note and count the error."""
+    """Respond with the error object of the route's protocol; note and count the error."""
     state = state_of(request)
     api_error = state.wire_error(error, request_id_of(request))
     note(request, end_reason=api_error.code)
     state.metrics.count_error(api_error.code)
-    return Response(
-        to_json(api_error.body()),
-        api_error.status_code,
-        headers=dict(api_error.headers or {}),
-        media_type="application/json",
-    )
+    status, headers, raw = error_response(api_error, request.url.path)
+    return Response(raw, status, headers=headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Respond to the framework's errors (404, 405, an unreadable body) with OpenAI's error object."""
+    """Respond to the framework's errors (404, 405, an unreadable body) with an error object."""
     if isinstance(error, ApiError) or not isinstance(error, HTTPException):
         return await _on_error(request, error)
     message, code = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from llaisys import errors
 
@@ -23,6 +23,20 @@ SERVER_ERROR = "server_error"
 RETRY_AFTER_MAX_S = 60
 MESSAGE_CHARS_MAX = 2000
 NO_RETRY = {"x-should-retry": "false"}
+
+# Paths of the protocols whose errors differ from OpenAI's.
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
+# HTTP status -> Anthropic's error type.
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# The status with which Anthropic's API says that it is overloaded.
+ANTHROPIC_OVERLOADED = 529
 
 
 class ApiError(HTTPException):
@@ -229,10 +243,34 @@ def to_json(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return Anthropic's error object, as https://docs.anthropic.com/en/api/errors defines it."""
+    kind = ANTHROPIC_KINDS.get(error.status_code, INVALID_REQUEST if error.status_code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return Ollama's error object: a text."""
+    return {"error": error.message}
+
+
+def error_response(error: ApiError, path: str) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an error, in the format of the protocol that serves `path`."""
+    status = error.status_code
+    if path.startswith(ANTHROPIC_PATH):
+        body = anthropic_error(error)
+        status = ANTHROPIC_OVERLOADED if status == 503 else status
+    elif path.startswith(OLLAMA_PATH):
+        body = ollama_error(error)
+    else:
+        body = error.body()
+    return status, {"content-type": "application/json", **(error.headers or {})}, to_json(body)
+
+
+async def send_error(send: Send, scope: Scope, error: ApiError) -> None:
     """Send an error as an HTTP response, for middleware outside the application."""
-    raw = to_json(error.body())
-    headers = {"content-type": "application/json", "content-length": str(len(raw)), **(error.headers or {})}
+    status, headers, raw = error_response(error, scope["path"])
+    headers = {"content-length": str(len(raw)), **headers}
     start = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": start})
+    await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": raw})

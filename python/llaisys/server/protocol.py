@@ -11,7 +11,8 @@ There are four kinds of fields; null always means absent:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -191,6 +192,21 @@ def text_of(param: str, value: Any) -> str:
     return value
 
 
+@contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields in errors raised in this context: `names` maps a field to the one that the client
+    sent."""
+    try:
+        yield
+    except LlaisysError as e:
+        field = (e.param or "").partition("[")[0].partition(".")[0]
+        if field not in names:
+            raise
+        name = names[field]
+        param = name + (e.param or "")[len(field) :]
+        raise type(e)(str(e).replace(field, name, 1), param=param) from e
+
+
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
     """Where a stream reports its usage: in a chunk before `[DONE]`, or in every chunk."""
@@ -365,13 +381,8 @@ def sampling_params(
                     f"best_of is {request.best_of}: only {request.n or 1}, the value of n, is supported",
                     param="best_of",
                 )
-    try:
+    with field_names(renamed):
         return SamplingParams(**values)
-    except RejectedError as e:
-        wire = renamed.get(e.param or "")
-        if wire is None:
-            raise
-        raise RejectedError(str(e).replace(e.param or "", wire, 1), param=wire) from e
 
 
 def _chat_logprobs(request: ChatCompletionRequest) -> int | None:

@@ -1,16 +1,15 @@
-"""Reads tools and structured outputs of a request, and builds the deltas of a choice in OpenAI's format."""
+"""Reads tools and structured outputs of a request, and parses the text of a choice."""
 
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
+from llaisys.output_parts import Content, OutputParser, OutputPart, ToolCall
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.server.request_schemas import ChatCompletionRequest, GenerationRequest
 from llaisys.server.response_body import Json
@@ -233,43 +232,33 @@ def _choice(
     return "named", {name: schemas[name]}
 
 
-class ChoiceDeltas:
-    """Builds the deltas of one choice: its text, or the content, reasoning and tool calls parsed from it."""
+class ChoiceParser:
+    """Divides the text of one choice into content, reasoning and tool calls.
+
+    `parser`: None if the output has no such parts; all text is content then. `only_first`: drop all calls
+    except the first.
+    """
 
     def __init__(self, parser: OutputParser | None, *, only_first: bool = False) -> None:
         self._parser = parser
         self._only_first = only_first
         self._n_calls = 0
 
-    def deltas(self, text: str, finish_reason: str | None) -> list[Json]:
-        """Return the `delta` of each chunk for the next piece of text. `finish_reason`: set for the last
+    def push(self, text: str, finish_reason: str | None) -> list[OutputPart]:
+        """Return the parts that are final after the next piece of text. `finish_reason`: set for the last
         piece."""
         if self._parser is None:
-            return [{"content": text}] if text else []
+            return [Content(text)] if text else []
         parts = self._parser.push(text)
         if finish_reason is not None:
             parts += self._parser.finish(cut=finish_reason == "length")
-        return [delta for part in parts for delta in self._of_part(part)]
+        return [part for part in parts if not isinstance(part, ToolCall) or self._is_kept()]
 
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason: `tool_calls` if a complete output has tool calls."""
         return "tool_calls" if self._n_calls and reason == "stop" else reason
 
-    def _of_part(self, part: OutputPart) -> list[Json]:
-        match part:
-            case Content(text):
-                return [{"content": text}]
-            case Reasoning(text):
-                return [{"reasoning": text, "reasoning_content": text}]
-        if self._only_first and self._n_calls:
-            return []
-        index = self._n_calls
+    def _is_kept(self) -> bool:
+        """Count a call; return whether it is part of the response."""
         self._n_calls += 1
-        begin = {
-            "index": index,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": part.name, "arguments": ""},
-        }
-        more = {"index": index, "function": {"arguments": part.arguments}}
-        return [{"tool_calls": [begin]}, {"tool_calls": [more]}]
+        return not (self._only_first and self._n_calls > 1)

@@ -110,7 +110,13 @@ async def test_body_bytes_are_shared_among_clients() -> None:
                 statuses.append(message["status"])
 
         headers = [(b"content-length", f"{declared}".encode())] if declared else []
-        scope: Scope = {"type": "http", "method": "POST", "headers": headers, "state": {"client_id": client}}
+        scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": headers,
+            "state": {"client_id": client},
+        }
         tasks.append(asyncio.ensure_future(gate(scope, receive, send)))
         for _ in range(20):
             await asyncio.sleep(0)

@@ -210,7 +210,7 @@ async def test_a_shutdown_ends_a_stream_with_an_error_and_a_terminator(
 async def test_an_internal_error_is_a_500_with_the_request_id(
     state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llaisys.server.routes.chat.served_name", lambda *_: 1 / 0)
+    monkeypatch.setattr("llaisys.server.chat.served_name", lambda *_: 1 / 0)
     client = AsgiClient(create_app(state, 8000), "/v1/chat/completions", BODIES["/v1/chat/completions"])
     await client.open()
     assert client.sent[0]["status"] == 500

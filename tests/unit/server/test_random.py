@@ -19,7 +19,7 @@ from llaisys.registry import ModelRegistry
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
-from llaisys.server.streaming import SseWriter
+from llaisys.server.stream_writer import DATA_EVENTS, StreamWriter
 from sse import events
 
 MODELS = {
@@ -90,7 +90,7 @@ async def test_a_stream_parses_alike_however_it_is_split(texts: list[str], cuts:
 
     chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": text}]} for text in texts]
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": len(texts)}}
-    writer = SseWriter(send, {}, [], lambda: None, 30.0)
+    writer = StreamWriter(send, DATA_EVENTS, {}, [], lambda: None, 30.0)
     for chunk in chunks:
         await writer.frames([chunk])
     await writer.finish([usage])

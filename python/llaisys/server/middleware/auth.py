@@ -126,7 +126,7 @@ class AuthMiddleware:
         if scope["type"] == "http" and self._keys and not self._is_open(scope):
             client = self._client(scope)
             if client is None:
-                await send_error(send, invalid_key())
+                await send_error(send, scope, invalid_key())
                 return
             scope.setdefault("state", {})["client_id"] = client
         await self._app(scope, receive, send)

@@ -24,7 +24,7 @@ from llaisys.server.completion_builder import (
     check_response_size,
     prompt_logprobs,
 )
-from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.http_errors import ApiError, error_responses, to_json
 from llaisys.server.protocol import (
     COMPLETION_NEUTRAL,
     BodyRoute,
@@ -41,6 +41,7 @@ from llaisys.server.request_schemas import CompletionRequest
 from llaisys.server.response_body import CHOICE_BYTES, Json, JsonList, Part, TextChoiceBuilder, join_parts
 from llaisys.server.response_schemas import Completion, one_or_stream
 from llaisys.server.state import RequestEntry, state_of
+from llaisys.server.stream_writer import DATA_EVENTS
 from llaisys.server.streaming import CompletionResponse
 from llaisys.server.tools import grammar_of, with_compiled_grammar
 
@@ -62,7 +63,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     params = await with_compiled_grammar(engine, params, grammar_of(body), client_id)
     note_request(request, model, params)
     options = response_options(body, params)
-    meta = CompletionMeta.new("cmpl", model, body.request_id)
+    meta = CompletionMeta.new("cmpl-", model, body.request_id)
     add_special = body.add_special_tokens is not False
     sharing = state_of(request).config.prefix_cache_sharing
     engine_kwargs = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
@@ -154,9 +155,12 @@ class TextCompletionBuilder:
     Choice `i` of prompt `p` has the index `p * n + i`. `echoes`: one for each prompt, if requested.
     """
 
+    stream_format = DATA_EVENTS
+
     def __init__(self, meta: CompletionMeta, options: ResponseOptions, echoes: Sequence[Echo] = ()) -> None:
         self.meta = meta
         self.usage = Usage()
+        self.finish_reasons: set[str] = set()
         self._chunk_builder = ChunkBuilder(meta, "text_completion", self.usage, options.usage)
         self._options = options
         self._echoes = echoes
@@ -186,6 +190,8 @@ class TextCompletionBuilder:
                 for at in range(0, len(given), ECHO_TOKENS):
                     yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
         for output in delta.outputs:
+            if output.finish_reason is not None:
+                self.finish_reasons.add(output.finish_reason)
             for choice in self._choice_chunks(index, delta.prompt_token_ids, output):
                 yield self._chunk_builder.chunk(choice)
 
@@ -236,6 +242,10 @@ class TextCompletionBuilder:
     def closing(self) -> list[Json]:
         """Return the usage chunk, which has no choices, if requested."""
         return self._chunk_builder.closing()
+
+    def error_chunks(self, error: ApiError) -> list[Json]:
+        """Return OpenAI's error object."""
+        return [error.body()]
 
     def collect(self, chunk: Json) -> int:
         """Add a chunk to the object; return by how many bytes it has grown."""

@@ -18,25 +18,30 @@ from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of
 from llaisys.server.completion_builder import CompletionMeta, Usage, check_embeddings_size
-from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.http_errors import ApiError, error_responses, to_json
 from llaisys.server.protocol import (
     EMBEDDING_NEUTRAL,
     BodyRoute,
     engine_id,
     engine_of,
     engine_options,
+    field_names,
     served_name,
 )
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Json, Part, join_parts
 from llaisys.server.response_schemas import EmbeddingList
-from llaisys.server.routes.completions import Prompt, prompts_of
+from llaisys.server.routes.completions import prompts_of
 from llaisys.server.state import state_of
+from llaisys.server.stream_writer import DATA_EVENTS
 from llaisys.server.streaming import CompletionResponse
 
 INPUTS_MAX = 2048
 # Maximum inputs of one HTTP request in the engine at a time, so that one request does not fill the queue.
 CONCURRENT_INPUTS_MAX = 32
+
+# The engine's name of an input -> the field of this route.
+_NAMES = {"prompt": "input"}
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -56,10 +61,11 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
     }
-    inputs = _inputs_of(body.input)
+    with field_names(_NAMES):
+        inputs = prompts_of(body.input, INPUTS_MAX)
     bytes_max, d_model = state_of(request).response_bytes.bytes_max, engine.model_info.d_model
     check_embeddings_size(bytes_max, len(inputs), d_model, as_base64=builder.as_base64)
-    meta = CompletionMeta.new("embd", builder.model, body.request_id)
+    meta = CompletionMeta.new("embd-", builder.model, body.request_id)
     semaphore = asyncio.Semaphore(min(CONCURRENT_INPUTS_MAX, engine.config.max_num_seqs))
     streams = [
         _embed(
@@ -77,28 +83,15 @@ async def _embed(
     """Yield the single delta of an input, after acquiring the semaphore; `stream` has not begun."""
     async with semaphore:
         try:
-            async with aclosing(cast("Any", stream)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            with field_names(_NAMES):
+                async with aclosing(cast("Any", stream)) as deltas:
+                    async for delta in deltas:
+                        yield delta
         except RejectedError as e:
-            raise _rename_prompt(e) from e
-
-
-def _inputs_of(given: str | list[Any]) -> list[Prompt]:
-    """Return the inputs of any form of `input`. Raises RejectedError naming the entry."""
-    try:
-        return prompts_of(given, INPUTS_MAX)
-    except RejectedError as e:
-        raise _rename_prompt(e) from e
-
-
-def _rename_prompt(error: RejectedError) -> RejectedError:
-    """Return an error about a prompt with the field name of this endpoint."""
-    if error.param == "request_id":  # the message has the engine's id of the request
-        return RejectedError("this request_id is in use", param="request_id")
-    if error.param is None or not error.param.startswith("prompt"):
-        return error
-    return type(error)(str(error).replace("prompt", "input", 1), param="input" + error.param[len("prompt") :])
+            if e.param != "request_id":
+                raise
+            # The message has the engine's id of the request.
+            raise RejectedError("this request_id is in use", param="request_id") from e
 
 
 def _is_base64(encoding_format: str | None) -> bool:
@@ -125,9 +118,12 @@ class EmbeddingListBuilder:
     Each object is serialized when it arrives, so that a long list does not block the event loop.
     """
 
+    stream_format = DATA_EVENTS
+
     def __init__(self, model: str, *, as_base64: bool) -> None:
         self.model = model
         self.usage = Usage()
+        self.finish_reasons: set[str] = set()
         self.as_base64 = as_base64
         self._data: dict[int, bytes] = {}
 
@@ -149,6 +145,10 @@ class EmbeddingListBuilder:
     def closing(self) -> list[Json]:
         """Return no chunks."""
         return []
+
+    def error_chunks(self, error: ApiError) -> list[Json]:
+        """Return OpenAI's error object."""
+        return [error.body()]
 
     def collect(self, chunk: Json) -> int:
         """Add an object to the list; return by how many bytes it has grown."""
