@@ -101,6 +101,8 @@ class FakeService:
     calls: list[Call] = field(default_factory=list)
     chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=list)
     chat_error: Exception | None = None
+    load_error: LlaisysError | None = None
+    loaded: bool = True
     dead: bool = False
     stuck: bool = False
     lost: bool = False
@@ -139,6 +141,14 @@ class FakeService:
 
     def beat(self) -> None:
         self.n_beats += 1
+
+    async def load(self) -> None:
+        if self.load_error is not None:
+            raise self.load_error
+        self.loaded = True
+
+    def is_loaded(self) -> bool:
+        return self.loaded
 
     def is_ready(self) -> bool:
         return not self.dead

@@ -82,12 +82,17 @@ class Chat:
 
 
 async def prepare_chat(
-    request: Request, engine: AsyncLLM, body: ChatCompletionRequest, id_prefix: str
+    request: Request,
+    engine: AsyncLLM,
+    body: ChatCompletionRequest,
+    id_prefix: str,
+    *,
+    raw_prompt: str | None = None,
 ) -> Chat:
     """Check a chat, compile its grammar and render its prompt.
 
-    `id_prefix`: begins the id of the response. Raises RejectedError or UnsupportedError naming a field of
-    `body`.
+    `id_prefix`: begins the id of the response. `raw_prompt`: used in place of the rendered messages. Raises
+    RejectedError or UnsupportedError naming a field of `body`.
     """
     model = served_name(engine, body.model)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
@@ -99,10 +104,12 @@ async def prepare_chat(
     meta = CompletionMeta.new(id_prefix, model, body.request_id)
     state = state_of(request)
     engine_kwargs = engine_options(body, client_id, state.config.prefix_cache_sharing)
-    n_tokens_max = engine.max_prompt_tokens(params)
-    prompt = await engine.prompt_ids(
-        await prompt_of(body, body.messages, engine, tools.shown, n_tokens_max), params
-    )
+    if raw_prompt is None:
+        n_tokens_max = engine.max_prompt_tokens(params)
+        rendered = await prompt_of(body, body.messages, engine, tools.shown, n_tokens_max)
+        prompt = await engine.prompt_ids(rendered, params)
+    else:
+        prompt = await engine.prompt_ids(raw_prompt, params)
     check_response_size(state.response_bytes.bytes_max, [len(prompt)], params, options, is_chat=True)
     return Chat(meta, engine, params, prompt, options, client_id, tools, engine_kwargs)
 

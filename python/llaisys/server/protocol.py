@@ -11,7 +11,7 @@ There are four kinds of fields; null always means absent:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from llaisys.server.access_log import ignored_headers
 from llaisys.server.http_errors import ApiError, to_api_error
 from llaisys.server.request_schemas import (
     CACHE_SALT_CHARS_MAX,
+    Body,
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -292,21 +293,28 @@ def usage_options(request: GenerationRequest) -> UsageOptions:
     return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def ignored_fields(request: BaseModel, neutral: Mapping[str, tuple[Any, ...]], strict: bool) -> list[str]:
-    """Return the names of unknown fields, up to 64.
+def ignored_fields(
+    request: BaseModel,
+    neutral: Mapping[str, tuple[Any, ...]],
+    strict: bool,
+    no_effect: Collection[str] = NO_EFFECT,
+) -> list[str]:
+    """Return the names of unknown fields, up to 64. A field of an object has the name `object.field`.
 
     Raises UnsupportedError for an unsupported field whose value has an effect, and ApiError for an unknown
     field if `strict`.
     """
     extra = dict(request.model_extra or {})
-    if isinstance(request, GenerationRequest) and request.stream_options is not None:
-        extra |= {f"stream_options.{k}": v for k, v in (request.stream_options.model_extra or {}).items()}
+    for field in type(request).model_fields:
+        inner = getattr(request, field)
+        if isinstance(inner, Body):
+            extra |= {f"{field}.{name}": value for name, value in (inner.model_extra or {}).items()}
     unknown = []
     for name, value in extra.items():
         if name in neutral:
             if value is not None and value not in neutral[name]:
                 raise UnsupportedError(_unsupported_text(name, neutral[name]), param=name)
-        elif name not in NO_EFFECT:
+        elif name not in no_effect:
             unknown.append(name)
     names = [_printable(name) for name in unknown[:IGNORED_NAMES_MAX]]
     if names and strict:

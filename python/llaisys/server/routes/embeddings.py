@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.async_llm import AsyncLLM
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ from llaisys.server.protocol import (
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Json, Part, join_parts
 from llaisys.server.response_schemas import EmbeddingList
-from llaisys.server.routes.completions import prompts_of
+from llaisys.server.routes.completions import Prompt, prompts_of
 from llaisys.server.state import state_of
 from llaisys.server.stream_writer import DATA_EVENTS
 from llaisys.server.streaming import CompletionResponse
@@ -53,6 +54,24 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     builder = EmbeddingListBuilder(
         served_name(engine, body.model), as_base64=_is_base64(body.encoding_format)
     )
+    with field_names(_NAMES):
+        inputs = prompts_of(body.input, INPUTS_MAX)
+    return embedding_response(request, engine, body, inputs, builder, headers)
+
+
+def embedding_response(
+    request: Request,
+    engine: AsyncLLM,
+    body: EmbeddingRequest,
+    inputs: Sequence[Prompt],
+    builder: EmbeddingListBuilder,
+    headers: Mapping[str, str],
+) -> Response:
+    """Return the response that computes the embedding of each input and writes them with `builder`.
+
+    `body`: has the options; its `input` is not read. Raises RejectedError or UnsupportedError naming a field
+    of it.
+    """
     _check_dimensions(body.dimensions, engine.model_info.d_model)
     params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
     client_id = client_id_of(request)
@@ -61,8 +80,6 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
     }
-    with field_names(_NAMES):
-        inputs = prompts_of(body.input, INPUTS_MAX)
     bytes_max, d_model = state_of(request).response_bytes.bytes_max, engine.model_info.d_model
     check_embeddings_size(bytes_max, len(inputs), d_model, as_base64=builder.as_base64)
     meta = CompletionMeta.new("embd-", builder.model, body.request_id)
@@ -125,7 +142,7 @@ class EmbeddingListBuilder:
         self.usage = Usage()
         self.finish_reasons: set[str] = set()
         self.as_base64 = as_base64
-        self._data: dict[int, bytes] = {}
+        self.data: dict[int, bytes] = {}
 
     def opening(self) -> list[Json]:
         """Return no chunks."""
@@ -138,9 +155,11 @@ class EmbeddingListBuilder:
             value: Any = base64.b64encode(vector).decode("ascii")
         else:
             value = struct.unpack(f"<{len(vector) // 4}f", vector)
-        return [
-            {"index": index, "json": to_json({"object": "embedding", "index": index, "embedding": value})}
-        ]
+        return [{"index": index, "json": to_json(self.item(index, value))}]
+
+    def item(self, index: int, value: Any) -> Any:
+        """Return the object of one input. `value`: its numbers, or their text in base64."""
+        return {"object": "embedding", "index": index, "embedding": value}
 
     def closing(self) -> list[Json]:
         """Return no chunks."""
@@ -152,12 +171,12 @@ class EmbeddingListBuilder:
 
     def collect(self, chunk: Json) -> int:
         """Add an object to the list; return by how many bytes it has grown."""
-        self._data[chunk["index"]] = chunk["json"]
+        self.data[chunk["index"]] = chunk["json"]
         return len(chunk["json"])
 
     def parts(self) -> list[Part]:
         """Return the list, in the order of the inputs."""
-        data = join_parts([[self._data[index]] for index in sorted(self._data)])
+        data = join_parts([[self.data[index]] for index in sorted(self.data)])
         usage = {"prompt_tokens": self.usage.prompt_tokens, "total_tokens": self.usage.prompt_tokens}
         rest = to_json({"model": self.model, "usage": usage})
         return [b'{"object":"list","data":[', *data, b"],", rest[1:]]
