@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import ollama
 import pytest
 from pydantic import BaseModel
 
-from serving import Server
+from serving import Server, long_model, serving
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 OPTIONS = {"temperature": 0, "num_predict": 12, "num_ctx": 8192}
@@ -92,3 +93,12 @@ async def test_many_clients_at_once(tiny: Server) -> None:
     client = ollama.AsyncClient(host=tiny.url)
     replies = await asyncio.gather(*(client.chat("tiny", MESSAGES, options=OPTIONS) for _ in range(4)))
     assert len({reply.message.content for reply in replies}) == 1
+
+
+def test_a_cached_model_is_pulled_at_once(tmp_path: Path) -> None:
+    flags = ("--allow-model-management", "--num-kv-cells", "1024")
+    with serving(tmp_path, str(long_model(tmp_path)), *flags, key="secret") as server:
+        client = ollama.Client(host=server.url, headers={"authorization": "Bearer secret"})
+        assert client.pull("smollm2").status == "success"
+        assert [each.status for each in client.pull("smollm2", stream=True)][-1] == "success"
+        assert client.list().models  # the server goes on serving its own model

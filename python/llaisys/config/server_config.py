@@ -103,6 +103,11 @@ class ServerConfig(BaseModel):
         description="clients that share cached prefixes: requests of the same key, or of all keys; with all, "
         "clients can learn from cached_tokens and timing what others have sent",
     )
+    allow_model_management: bool = Field(
+        False,
+        description="let clients with an API key download and delete cached models (Ollama's /api/pull and "
+        "/api/delete); without keys it has no effect",
+    )
     max_concurrent_requests_per_key: int | None = Field(
         None, ge=1, description="open requests of one key; further ones get 429 (default: no bound)"
     )

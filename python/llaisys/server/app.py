@@ -38,6 +38,7 @@ from llaisys.server.routes import (
     models,
     ollama,
     ollama_embed,
+    ollama_management,
     ollama_models,
     requests,
     sessions,
@@ -136,7 +137,7 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.webui = static.load_webui()
     api = (
         *(chat, completions, embeddings, tokenize, models, requests, sessions, chats),
-        *(ollama, ollama_embed, ollama_models),
+        *(ollama, ollama_embed, ollama_models, ollama_management),
     )
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):
         app.include_router(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,7 @@ class ServerState:
     - `chats`: the web UI's chats; None without `--chat-store`.
     - `requests`: open and recently ended requests.
     - `draining`: set once, at the first signal; new requests then get 503.
+    - `pull`: the newest download of a model for a client, with its error; None before the first.
     - `tracer`: sends traces; None without `--otlp-traces-endpoint`.
     - `response_bytes`: counts the bytes of responses that are not streamed.
     - `created_s`: Unix time of the start, reported as the model's `created`.
@@ -127,6 +129,7 @@ class ServerState:
     requests: RequestRegistry = field(default_factory=RequestRegistry)
     tracer: RequestTracer | None = None
     draining: bool = False
+    pull: asyncio.Future[str | None] | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     response_bytes: ResponseBytes = field(init=False)
 
