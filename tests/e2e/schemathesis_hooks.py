@@ -13,6 +13,7 @@ from zlib import crc32
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
+from llaisys.server.messages_schemas import CountTokensRequest, MessagesRequest
 from llaisys.server.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,6 +28,8 @@ MODELS: dict[str, type[BaseModel]] = {
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 
 
