@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from llaisys.config import Config
-from llaisys.server import protocol, request_schemas
+from llaisys.server import messages_schemas, protocol, request_schemas
 
 ROOT = Path(__file__).parents[1]
 ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
@@ -21,6 +21,8 @@ ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
     "/v1/embeddings": (request_schemas.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
     "/tokenize": (request_schemas.TokenizeRequest, protocol.TOKENS_NEUTRAL),
     "/detokenize": (request_schemas.DetokenizeRequest, protocol.TOKENS_NEUTRAL),
+    "/v1/messages": (messages_schemas.MessagesRequest, protocol.MESSAGES_NEUTRAL),
+    "/v1/messages/count_tokens": (messages_schemas.CountTokensRequest, protocol.MESSAGES_NEUTRAL),
 }
 
 

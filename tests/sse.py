@@ -28,3 +28,16 @@ def chunks(raw: bytes) -> list[dict[str, Any]]:
     assert found.count("[DONE]") == 1
     assert found[-1] == "[DONE]"
     return [event for event in found[:-1] if event != "ping"]
+
+
+def named_events(raw: bytes) -> list[dict[str, Any]]:
+    """Return the events of a whole stream of Anthropic's or OpenAI's Responses: each has its type as name."""
+    text = raw.decode("utf-8")
+    assert text.endswith("\n\n"), text[-80:]
+    found = []
+    for frame in text.removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (name, data[:6]) == (f"event: {event['type']}", "data: "), frame
+        found.append(event)
+    return found

@@ -13,6 +13,8 @@ from zlib import crc32
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
+from llaisys.server.messages_schemas import CountTokensRequest, MessagesRequest
+from llaisys.server.ollama_schemas import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from llaisys.server.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,6 +29,11 @@ MODELS: dict[str, type[BaseModel]] = {
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 
 

@@ -119,6 +119,11 @@ class ServerConfig(BaseModel):
     strict_fields: bool = Field(
         False, description="reject unknown request fields with 400; otherwise they are ignored and reported"
     )
+    drop_attribution_line: bool = Field(
+        True,
+        description="leave out the line x-anthropic-billing-header at the head of the system prompt of "
+        "/v1/messages: Claude Code changes it in each request, so that no prefix would be cached",
+    )
     max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of one request body; a larger one gets 413")
     max_body_bytes_in_flight: int = Field(
         64 << 20, ge=1, description="bytes of the bodies of all open requests; further ones get 429"

@@ -24,7 +24,7 @@ from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import metrics
 from llaisys.server.access_log import AccessLogMiddleware, note, request_id_of
-from llaisys.server.http_errors import ApiError, error_response, error_responses, to_json
+from llaisys.server.http_errors import COMMON_STATUSES, ApiError, error_response, error_responses, to_json
 from llaisys.server.middleware.auth import AuthMiddleware
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
@@ -35,6 +35,7 @@ from llaisys.server.routes import (
     completions,
     embeddings,
     health,
+    messages,
     models,
     ollama,
     ollama_embed,
@@ -47,11 +48,12 @@ from llaisys.server.routes import (
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.webui import chats, static
 
-# Statuses that any request may get: wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
-# server that is loading or shutting down.
-COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
 NOT_OURS = ("HTTPValidationError", "ValidationError")
-BEARER = {"key": {"type": "http", "scheme": "bearer"}}
+# The two headers that a key may be sent in.
+KEY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -81,11 +83,11 @@ def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> 
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if has_keys:
-                operation["security"] = [] if path in open_paths else [{name: [] for name in BEARER}]
+                operation["security"] = [] if path in open_paths else [{name: []} for name in KEY_SCHEMES]
     for name in NOT_OURS:
         document["components"]["schemas"].pop(name, None)
     if has_keys:
-        document["components"]["securitySchemes"] = BEARER
+        document["components"]["securitySchemes"] = KEY_SCHEMES
     return document
 
 
@@ -136,7 +138,7 @@ def _routes(state: ServerState) -> FastAPI:
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.webui = static.load_webui()
     api = (
-        *(chat, completions, embeddings, tokenize, models, requests, sessions, chats),
+        *(chat, completions, messages, embeddings, tokenize, models, requests, sessions, chats),
         *(ollama, ollama_embed, ollama_models, ollama_management),
     )
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):

@@ -8,7 +8,7 @@ admission are therefore the same for all protocols.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -63,6 +63,16 @@ class Chat:
         """Return a parser for the text of one choice."""
         parser = self.engine.output_parser(self.params, self._tools.names)
         return ChoiceParser(parser, only_first=self._tools.only_first)
+
+    def within_context(self) -> Chat:
+        """Return the chat with `max_tokens` lowered to what the context leaves after the prompt.
+
+        A prompt that leaves nothing is unchanged, so that the engine rejects it.
+        """
+        n_left = self.engine.max_model_len - len(self.prompt)
+        if self.params.max_tokens is None or not 0 < n_left < self.params.max_tokens:
+            return self
+        return replace(self, params=replace(self.params, max_tokens=n_left))
 
     def generate(self) -> AsyncIterator[RequestOutput]:
         """Submit the request; return its deltas. Closing the iterator cancels the request."""

@@ -52,8 +52,8 @@ class CompletionBuilder(Protocol):
     usage: Usage
     finish_reasons: set[str]
 
-    def opening(self) -> list[Json]:
-        """Return the chunks before the first token."""
+    def opening(self) -> Iterable[Json]:
+        """Return the chunks before the first token. A stream reads them when it begins."""
 
     def chunks(self, index: int, delta: RequestOutput) -> Iterable[Json]:
         """Yield the chunks of one delta of the prompt `index`, including finish reasons. Lazy; no chunk is

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -20,6 +20,10 @@ from llaisys import errors
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+CONTEXT_LENGTH = "context_length_exceeded"
+# Statuses that any request may get: wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
+# server that is loading or shutting down.
+COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
 RETRY_AFTER_MAX_S = 60
 MESSAGE_CHARS_MAX = 2000
 NO_RETRY = {"x-should-retry": "false"}
@@ -31,6 +35,7 @@ ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -81,10 +86,31 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+class AnthropicErrorDetail(BaseModel):
+    """An error for programs (`type`) and for people (`message`)."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class OllamaErrorAnswer(BaseModel):
+    """Ollama's error object."""
+
+    error: str
+
+
+def error_responses(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
     """Return the error responses of a route for its OpenAPI schema."""
-    names = {status.value: status.phrase for status in HTTPStatus} | {499: "Cancelled"}
-    return {status: {"model": ErrorAnswer, "description": names[status]} for status in statuses}
+    names = {status.value: status.phrase for status in HTTPStatus}
+    names |= {499: "Cancelled", ANTHROPIC_OVERLOADED: "Overloaded"}
+    return {status: {"model": model, "description": names[status]} for status in statuses}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +128,7 @@ class Row:
 TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.LlaisysError: Row(500, SERVER_ERROR, "internal_error", "internal error", retry=False),
     errors.RejectedError: Row(400, INVALID_REQUEST, "invalid_value"),
-    errors.ContextLengthError: Row(400, INVALID_REQUEST, "context_length_exceeded"),
+    errors.ContextLengthError: Row(400, INVALID_REQUEST, CONTEXT_LENGTH),
     errors.NotFoundError: Row(404, INVALID_REQUEST, "not_found"),
     errors.UnsupportedError: Row(400, INVALID_REQUEST, "unsupported_value"),
     errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
@@ -165,7 +191,10 @@ def model_not_found(name: str) -> ApiError:
 
 def invalid_key() -> ApiError:
     """Return 401: no key, or an unknown one."""
-    message = "Incorrect API key provided, or none: send it as `Authorization: Bearer KEY`."
+    message = (
+        "Incorrect API key provided, or none, or two: send one as `Authorization: Bearer KEY` or as "
+        "`x-api-key: KEY`."
+    )
     return ApiError(401, message, code="invalid_api_key").with_headers({"www-authenticate": "Bearer"})
 
 
@@ -246,7 +275,9 @@ def to_json(value: Any) -> bytes:
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return Anthropic's error object, as https://docs.anthropic.com/en/api/errors defines it."""
     kind = ANTHROPIC_KINDS.get(error.status_code, INVALID_REQUEST if error.status_code < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    # Claude Code summarizes the conversation after an error with these words.
+    words = "prompt is too long: " if error.code == CONTEXT_LENGTH else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{words}{error.message}"}}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The pydantic schemas of request bodies of Ollama's API, with a bound for each list and object.
+"""The pydantic schemas of Ollama's API: request bodies, with a bound for each list and object, and responses.
 
 As `request_schemas`, a tokenizer worker imports this module by its name. Source of the fields: Ollama's
 docs/api.md and the request types of its Python client.
@@ -6,9 +6,9 @@ docs/api.md and the request types of its Python client.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from llaisys.body import VALUES_MAX
 from llaisys.sampling_params import STOP_STRINGS_MAX
@@ -113,3 +113,69 @@ class OllamaDeleteRequest(OpenRequest):
     """DELETE /api/delete. `name`: the older name of `model`."""
 
     name: str | None = None
+
+
+class _Generated(BaseModel):
+    """The common fields. Those after `done` are in the last object. Durations are nanoseconds."""
+
+    model: str
+    created_at: str
+    logprobs: list[dict[str, Any]] = []
+    done: bool
+    done_reason: Literal["stop", "length", "load"] | None = None
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaMessage(BaseModel):
+    """A message, or a piece of one. `thinking` and `tool_calls` are absent if there are none."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[dict[str, Any]] = []
+
+
+class OllamaChatAnswer(_Generated):
+    """The message of /api/chat, or one line of its stream."""
+
+    message: OllamaMessage
+
+
+class OllamaGenerateAnswer(_Generated):
+    """The completion of /api/generate, or one line of its stream."""
+
+    response: str
+    thinking: str = ""
+
+
+class OllamaEmbedAnswer(BaseModel):
+    """The vectors of /api/embed, of length 1, in the order of the inputs."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsAnswer(BaseModel):
+    """The vector of /api/embeddings, of length 1."""
+
+    embedding: list[float]
+
+
+class OllamaStatus(BaseModel):
+    """The outcome of /api/pull, or one line of its stream."""
+
+    status: str
+
+
+def object_or_lines(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the schema of a 200: one object, or a stream with one on each line."""
+    lines = {"type": "string", "description": f"lines of JSON: each is a {model.__name__} or an error"}
+    return {200: {"model": model, "content": {"application/x-ndjson": {"schema": lines}}}}

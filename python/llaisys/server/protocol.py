@@ -103,6 +103,12 @@ COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 
+MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+}
+
 EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "messages": (),
     "embed_dtype": ("float32",),
@@ -156,6 +162,7 @@ UNIONS = {
     "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
     "guided_json": "must be a JSON schema, an object or its text",
     "tool_choice": "must be a string or an object",
+    "system": "must be a string or a list of content blocks",
 }
 
 

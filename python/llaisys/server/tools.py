@@ -21,7 +21,8 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# OpenAI allows 64 characters, Anthropic 128.
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _STRUCTURED = frozenset({"json", "regex", "choice", "grammar", "json_object"})
 
 
@@ -190,7 +191,7 @@ def _schemas(tools: list[Json]) -> dict[str, Json]:
         name = function.get("name")
         if not isinstance(name, str) or _FUNCTION_NAME.fullmatch(name) is None or name in schemas:
             raise RejectedError(
-                f"{where}.function.name must be unique, 1 to 64 letters, digits, _ or -",
+                f"{where}.function.name must be unique, 1 to 128 letters, digits, _ or -",
                 param=f"{where}.function.name",
             )
         schema = function.get("parameters")

@@ -30,6 +30,8 @@ OUTPUT_CHARS_FREE = 64 << 10
 OUTPUT_CHARS_PER_INPUT = 4
 
 _WORD = re.compile(r"\w+")
+# A test for messages without content, as DeepSeek V3's template has for messages with tool calls.
+_NULL_CONTENT = re.compile(r"content['\"]?\]? is (?:not )?none")
 _ESCAPE = re.compile(r"\\(u[0-9a-f]{4}|.)")  # of JSON
 # Variables that a request may not set: the conversation, and a template.
 _NOT_VARIABLES = frozenset({"messages", "chat_template"})
@@ -59,6 +61,7 @@ class ChatTemplate:
         environment = _environment()
         self._templates = {name: _compile(environment, name, text) for name, text in source.texts.items()}
         self._words = frozenset(word for text in source.texts.values() for word in _WORD.findall(text))
+        self._knows_null = any(_NULL_CONTENT.search(text) for text in source.texts.values())
         self._knows_developer = any("developer" in text for text in source.texts.values())
         self.source = source
 
@@ -86,6 +89,8 @@ class ChatTemplate:
                 f"{min(reserved)} cannot be a template variable", param="chat_template_kwargs"
             )
         chat = check_messages(messages, keep_developer=self._knows_developer)
+        if not self._knows_null:  # most templates concatenate the content
+            chat = [{**message, "content": message["content"] or ""} for message in chat]
         if continue_final_message:
             chat = [*chat[:-1], {**chat[-1], "content": _text_to_continue(chat[-1]) + _CONTINUE_HERE}]
         variables = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,7 @@ def connect(app: ASGIApp) -> Callable[[str, dict[str, Any]], AsgiClient]:
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8},
 }
 
 
@@ -184,7 +186,7 @@ async def test_no_task_is_left_after_disconnects(
         for path, body in BODIES.items():
             client = connect(path, {**body, "stream": stream})
             works.append(client.open())
-            await until(lambda: len({c.request_id.split("-")[1] for c in engine.calls}) == len(works))
+            await until(lambda: len({re.split("[-_]", c.request_id)[1] for c in engine.calls}) == len(works))
             client.disconnect()
     await asyncio.gather(*works)
     await until(lambda: asyncio.all_tasks() == before)

@@ -115,7 +115,7 @@ def test_an_error_has_the_format_of_the_protocol(path: str, status: int, body: o
         (400, "invalid_request_error"),
         (401, "authentication_error"),
         (404, "not_found_error"),
-        (408, "invalid_request_error"),
+        (408, "timeout_error"),
         (413, "request_too_large"),
         (429, "rate_limit_error"),
         (500, "api_error"),

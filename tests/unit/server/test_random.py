@@ -16,8 +16,10 @@ from fakes.service import FakeService
 from llaisys.bench import http_client as bench
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
+from llaisys.server import messages_schemas
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
+from llaisys.server.http_errors import ANTHROPIC_PATH
 from llaisys.server.state import ServerState
 from llaisys.server.stream_writer import DATA_EVENTS, StreamWriter
 from sse import events
@@ -28,6 +30,8 @@ MODELS = {
     "/v1/embeddings": models.EmbeddingRequest,
     "/tokenize": models.TokenizeRequest,
     "/detokenize": models.DetokenizeRequest,
+    "/v1/messages": messages_schemas.MessagesRequest,
+    "/v1/messages/count_tokens": messages_schemas.CountTokensRequest,
 }
 SCALARS = (
     st.none()
@@ -39,7 +43,9 @@ SCALARS = (
         ["", "tiny", "function", "user", "json_schema", "\ud800", 0, 1, -1, 2**31, 2**63, 1e308]
     )
 )
-NAMES = st.sampled_from(["type", "role", "content", "function", "name", "json_schema", "schema", "json", ""])
+NAMES = st.sampled_from(
+    ["type", "role", "content", "function", "name", "json_schema", "schema", "json", "text", "input", ""]
+)
 VALUES = st.recursive(
     SCALARS, lambda each: st.lists(each, max_size=3) | st.dictionaries(NAMES, each, max_size=3), max_leaves=6
 )
@@ -57,6 +63,8 @@ def bodies(path: str) -> st.SearchStrategy[Any]:
     served = MODELS[path].model_fields
     good = {name: value for name, value in base.items() if name in served}
     good = {name: good[name] for name in list(good)[:1]}
+    if MODELS[path] is messages_schemas.MessagesRequest:
+        good["max_tokens"] = 8
     random = st.dictionaries(st.sampled_from(sorted(served)), VALUES, max_size=4)
     return random | random.map(lambda drawn: {**drawn, **good}) | VALUES
 
@@ -72,7 +80,9 @@ async def test_no_body_causes_a_server_error(path: str, data: st.DataObject) -> 
         response = await http.post(path, content=json.dumps(body), headers=headers)
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
-        assert response.json()["error"]["code"]
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["type" if path.startswith(ANTHROPIC_PATH) else "code"]
 
 
 @settings(derandomize=True)

@@ -11,19 +11,24 @@ from starlette.responses import Response
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.sampling_params import SamplingParams
-from llaisys.server.http_errors import error_responses, to_json
-from llaisys.server.ollama_schemas import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from llaisys.server.http_errors import to_json
+from llaisys.server.ollama_schemas import (
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+)
 from llaisys.server.protocol import BodyRoute, field_names, text_of
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Part, join_parts
 from llaisys.server.routes.completions import Prompt, prompts_of
 from llaisys.server.routes.embeddings import INPUTS_MAX, EmbeddingListBuilder, embedding_response
-from llaisys.server.routes.ollama import model_of, to_ns
+from llaisys.server.routes.ollama import OLLAMA_ERRORS, model_of, to_ns
 
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/api/embed", responses=error_responses(404))
+@router.post("/api/embed", response_model=OllamaEmbedAnswer, responses=OLLAMA_ERRORS)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Compute the embedding of each input."""
     engine, name, headers = model_of(request, body)
@@ -35,7 +40,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     return embedding_response(request, engine, options, inputs, builder, headers)
 
 
-@router.post("/api/embeddings", responses=error_responses(404))
+@router.post("/api/embeddings", response_model=OllamaEmbeddingsAnswer, responses=OLLAMA_ERRORS)
 async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
     """Compute the embedding of one prompt."""
     engine, name, headers = model_of(request, body)

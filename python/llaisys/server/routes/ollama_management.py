@@ -19,20 +19,33 @@ from starlette.responses import Response, StreamingResponse
 from llaisys import hub
 from llaisys.errors import RejectedError
 from llaisys.server.access_log import client_id_of
-from llaisys.server.http_errors import ApiError, error_responses, model_not_found, ollama_error, to_json
-from llaisys.server.ollama_schemas import OllamaDeleteRequest, OllamaPullRequest
+from llaisys.server.http_errors import (
+    ApiError,
+    OllamaErrorAnswer,
+    error_responses,
+    model_not_found,
+    ollama_error,
+    to_json,
+)
+from llaisys.server.ollama_schemas import (
+    OllamaDeleteRequest,
+    OllamaPullRequest,
+    OllamaStatus,
+    object_or_lines,
+)
 from llaisys.server.protocol import BodyRoute, text_of
-from llaisys.server.routes.ollama import NDJSON, TAG
+from llaisys.server.routes.ollama import NDJSON, OLLAMA_ERRORS, TAG
 from llaisys.server.state import ServerState, state_of
 
 # Seconds between two lines of a stream while a model is downloaded.
 STATUS_INTERVAL_S = 5.0
+MANAGEMENT_ERRORS = error_responses(409, 502, model=OllamaErrorAnswer)
 
 log = logging.getLogger("llaisys.server")
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/api/pull", responses=error_responses(403, 404, 409, 502))
+@router.post("/api/pull", responses={**OLLAMA_ERRORS, **MANAGEMENT_ERRORS, **object_or_lines(OllamaStatus)})
 async def pull(body: OllamaPullRequest, request: Request) -> Response:
     """Download a model into its cache, by default as a stream of status lines; one download at a time."""
     state = _managed(request)
@@ -52,7 +65,7 @@ async def pull(body: OllamaPullRequest, request: Request) -> Response:
     return Response(to_json({"status": "success"}), media_type="application/json")
 
 
-@router.delete("/api/delete", responses=error_responses(403, 404, 409))
+@router.delete("/api/delete", responses={**OLLAMA_ERRORS, **MANAGEMENT_ERRORS})
 async def delete(body: OllamaDeleteRequest, request: Request) -> Response:
     """Delete a model from its cache, unless this server serves it."""
     state = _managed(request)

@@ -11,11 +11,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from llaisys.async_llm import AsyncLLM
-from llaisys.server.http_errors import error_responses
 from llaisys.server.ollama_schemas import OllamaShowRequest
 from llaisys.server.protocol import BodyRoute
 from llaisys.server.response_body import Json
-from llaisys.server.routes.ollama import find_model
+from llaisys.server.routes.ollama import OLLAMA_ERRORS, find_model
 from llaisys.server.state import ServerState, state_of
 
 # The version of Ollama whose API these routes serve. Clients compare it: VS Code needs 0.6.4.
@@ -27,20 +26,20 @@ UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.get("/api/version")
+@router.get("/api/version", responses=OLLAMA_ERRORS)
 async def version() -> dict[str, str]:
     """Return the version of Ollama's API that is served."""
     return {"version": OLLAMA_VERSION}
 
 
-@router.get("/api/tags")
+@router.get("/api/tags", responses=OLLAMA_ERRORS)
 async def tags(request: Request) -> dict[str, Any]:
     """List every served name."""
     state = state_of(request)
     return {"models": [_row(state, name) for name in state.registry().names]}
 
 
-@router.get("/api/ps")
+@router.get("/api/ps", responses=OLLAMA_ERRORS)
 async def loaded(request: Request) -> dict[str, Any]:
     """List the loaded models. All weights and KV cells of a model on the CPU are in its memory."""
     state = state_of(request)
@@ -60,7 +59,7 @@ async def loaded(request: Request) -> dict[str, Any]:
     return {"models": rows}
 
 
-@router.post("/api/show", responses=error_responses(404))
+@router.post("/api/show", responses=OLLAMA_ERRORS)
 async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
     """Describe a model: its details, capabilities and chat template."""
     state = state_of(request)
