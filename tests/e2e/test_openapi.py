@@ -50,9 +50,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_document_needs_the_key_and_has_every_route(server: Server) -> None:
     assert httpx.get(f"{server.url}/openapi.json", timeout=None).status_code == 401
     document = server.http.get("/openapi.json").json()
-    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/sessions", "/metrics"} <= set(
-        document["paths"]
-    )
+    assert {
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/tokenize",
+        "/v1/sessions",
+        "/metrics",
+    } <= set(document["paths"])
     errors = {"$ref": "#/components/schemas/ErrorAnswer"}
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -77,6 +82,13 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     generated = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     assert generated is not None, done.stdout
     assert int(generated[1]) == int(generated[2]) > 1000
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/v1/sessions")
+    paths = (
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/tokenize",
+        "/v1/sessions",
+    )
     server.wait_logged(*(f'"path": "{path}", "status": 200' for path in paths))
     assert not re.search(r'"status": 5\d\d', server.log.read_text("utf-8"))

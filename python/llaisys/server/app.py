@@ -30,7 +30,17 @@ from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimit
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
 from llaisys.server.middleware.rate_limits import QueueLimitMiddleware, RateLimitMiddleware
 from llaisys.server.protocol import field_error
-from llaisys.server.routes import chat, completions, embeddings, health, models, requests, sessions, tokenize
+from llaisys.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    models,
+    requests,
+    responses,
+    sessions,
+    tokenize,
+)
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.webui import chats, static
 
@@ -122,7 +132,7 @@ def _routes(state: ServerState) -> FastAPI:
     document = cache(partial(openapi_of, app, PROBES, has_keys=bool(state.keys)))
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.webui = static.load_webui()
-    api = (chat, chats, completions, embeddings, models, tokenize, sessions, requests)
+    api = (chat, chats, completions, responses, embeddings, models, tokenize, sessions, requests)
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):
         app.include_router(each)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)

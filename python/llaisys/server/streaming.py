@@ -96,12 +96,19 @@ class CompletionResponse(Response):
         self._extra_headers = dict(headers)
         self._entry: RequestEntry | None = None
         self._is_cancelled = False
-        self._n_bytes = 0  # collected so far, if this is not a stream
+        self._n_bytes = 0  # collected so far
+        self._is_collected = False
         self.is_stream = False
 
     def as_stream(self) -> CompletionResponse:
         """Make this response a stream; return it."""
         self.is_stream = True
+        return self
+
+    def collected(self) -> CompletionResponse:
+        """Count the bytes of a stream as those of one object, because its end repeats it; return the same
+        response."""
+        self._is_collected = True
         return self
 
     def registered(self, entry: RequestEntry) -> CompletionResponse:
@@ -139,6 +146,7 @@ class CompletionResponse(Response):
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            state_of(self._request).response_bytes.remove(self._n_bytes, client_id_of(self._request))
             usage = self._builder.usage
             note(
                 self._request,
@@ -166,7 +174,13 @@ class CompletionResponse(Response):
         try:
             async with aclosing(merge_streams(self._streams)) as deltas:
                 async for index, delta in deltas:
-                    await writer.frames(self._build_chunks(index, delta))
+                    chunks = self._build_chunks(index, delta)
+                    if not self._is_collected:
+                        await writer.frames(chunks)
+                        continue
+                    chunks = list(chunks)
+                    await writer.frames(chunks)
+                    await self._collect_chunks(chunks)
             self._note_end()
             await writer.finish(self._builder.closing())
         except Exception as e:  # noqa: BLE001 -- every stream must end with a terminator
@@ -179,18 +193,15 @@ class CompletionResponse(Response):
 
     async def _send_collected(self, send: Send) -> None:
         try:
-            try:
-                await self._collect_chunks(self._builder.opening())
-                async with aclosing(merge_streams(self._streams)) as deltas:
-                    async for index, delta in deltas:
-                        await self._collect_chunks(self._build_chunks(index, delta))
-            except Exception as e:  # noqa: BLE001 -- every response must have a status
-                await send_error(send, self._request.scope, self._wire_error(e))
-                return
-            self._note_end()
-            await send_parts(send, self._extra_headers, self._builder.parts())
-        finally:
-            state_of(self._request).response_bytes.remove(self._n_bytes, client_id_of(self._request))
+            await self._collect_chunks(self._builder.opening())
+            async with aclosing(merge_streams(self._streams)) as deltas:
+                async for index, delta in deltas:
+                    await self._collect_chunks(self._build_chunks(index, delta))
+        except Exception as e:  # noqa: BLE001 -- every response must have a status
+            await send_error(send, self._request.scope, self._wire_error(e))
+            return
+        self._note_end()
+        await send_parts(send, self._extra_headers, self._builder.parts())
 
     async def _collect_chunks(self, chunks: Iterable[Json]) -> None:
         """Add chunks to the collected response. Raises RejectedError or ExhaustedError if it is too large."""

@@ -75,6 +75,7 @@ def connect(app: ASGIApp) -> Callable[[str, dict[str, Any]], AsgiClient]:
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/responses": {"input": "Hi"},
 }
 
 
@@ -114,6 +115,7 @@ async def test_disconnect_during_the_response(
     await work
     assert all(call.ended for call in engine.calls)
     assert b"[DONE]" not in client.raw()
+    assert b"response.completed" not in client.raw()
 
 
 class StalledClient(AsgiClient):
@@ -184,7 +186,9 @@ async def test_no_task_is_left_after_disconnects(
         for path, body in BODIES.items():
             client = connect(path, {**body, "stream": stream})
             works.append(client.open())
-            await until(lambda: len({c.request_id.split("-")[1] for c in engine.calls}) == len(works))
+            await until(
+                lambda: len({"-".join(c.request_id.split("-")[:2]) for c in engine.calls}) == len(works)
+            )
             client.disconnect()
     await asyncio.gather(*works)
     await until(lambda: asyncio.all_tasks() == before)

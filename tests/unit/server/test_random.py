@@ -18,6 +18,7 @@ from llaisys.config import Config
 from llaisys.registry import ModelRegistry
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
+from llaisys.server.responses.schemas import ResponsesRequest
 from llaisys.server.state import ServerState
 from llaisys.server.stream_writer import DATA_EVENTS, StreamWriter
 from sse import events
@@ -25,6 +26,7 @@ from sse import events
 MODELS = {
     "/v1/chat/completions": models.ChatCompletionRequest,
     "/v1/completions": models.CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": models.EmbeddingRequest,
     "/tokenize": models.TokenizeRequest,
     "/detokenize": models.DetokenizeRequest,

@@ -218,7 +218,7 @@ def test_token_ids_and_other_values_have_their_own_bounds(field: str) -> None:
 
 
 def test_a_tokenizer_worker_does_not_import_the_server() -> None:
-    code = "import sys, llaisys.server.request_schemas; print(*sys.modules)"
+    code = "import sys, llaisys.server.responses.schemas; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"fastapi", "starlette", "numpy", "llaisys.engine", "llaisys._core"} & set(loaded.split())
 

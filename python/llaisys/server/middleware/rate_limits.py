@@ -29,7 +29,7 @@ from llaisys.server.state import ServerState
 MINUTE_S = 60.0
 COUNTED = ("POST", "PUT", "DELETE")
 # Requests to these paths enter the queue of the model that their body names.
-QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 
 log = logging.getLogger("llaisys.connections")
 
