@@ -43,6 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "16",
     )
     stores = ("--session-store", str(folder / "sessions"), "--chat-store", str(folder / "chats.db"))
+    stores += ("--response-store", str(folder / "responses.db"))
     with serving(folder, str(folder / "tiny"), *flags, *stores, key=KEY) as made:
         yield made
 

@@ -26,6 +26,7 @@ from llaisys.server.http_errors import (
 from llaisys.server.metrics import Metrics
 from llaisys.server.middleware.auth import Keyring
 from llaisys.server.response_body import ResponseBytes
+from llaisys.server.responses.store import ResponseStore
 from llaisys.server.tracing import RequestTracer
 from llaisys.server.webui.chat_store import ChatStore
 
@@ -112,6 +113,7 @@ class ServerState:
     - `keys`: the accepted keys, by default those of `config`.
     - `models`: None while loading; set once, when the preloaded models are loaded.
     - `chats`: the web UI's chats; None without `--chat-store`.
+    - `responses`: the stored responses; None without `--response-store`.
     - `requests`: open and recently ended requests.
     - `draining`: set once, at the first signal; new requests then get 503.
     - `tracer`: sends traces; None without `--otlp-traces-endpoint`.
@@ -124,6 +126,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
+    responses: ResponseStore | None = None
     requests: RequestRegistry = field(default_factory=RequestRegistry)
     tracer: RequestTracer | None = None
     draining: bool = False

@@ -333,13 +333,9 @@ async def test_an_error_ends_a_stream_with_response_failed(
     assert "internal error" not in response["error"]["message"]
 
 
-@pytest.mark.parametrize(("error", "status", "code"), STREAM_ERRORS)
+@pytest.mark.parametrize("error", [error for error, _, _ in STREAM_ERRORS])
 async def test_an_error_before_the_first_event_is_an_http_error(
-    engine: FakeService,
-    client: httpx.AsyncClient,
-    error: Exception,
-    status: str,  # noqa: ARG001
-    code: str,  # noqa: ARG001
+    engine: FakeService, client: httpx.AsyncClient, error: Exception
 ) -> None:
     engine.script = [error]
     streams = [await client.post(URL, json={"input": "Hi", "stream": stream}) for stream in (True, False)]

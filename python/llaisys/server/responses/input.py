@@ -286,12 +286,6 @@ class _Messages:
                 if call_id in self._names:
                     message["name"] = self._names[call_id]
                 self.messages.append(message)
-            case "item_reference":
-                raise RejectedError(
-                    f"{where} is an item_reference, which needs previous_response_id and names an item of "
-                    "these responses; send the item itself",
-                    param=where,
-                )
             case kind:
                 raise UnsupportedError(
                     f"{where}.type is {str(kind)[:40]!r}, supported are {', '.join(ITEM_TYPES)}",

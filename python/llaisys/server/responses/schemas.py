@@ -134,3 +134,21 @@ class ResponseAnswer(_Schema):
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
+
+
+class ResponseDeleted(_Schema):
+    """A response that was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(_Schema):
+    """A page of a response's input items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,59 +1,141 @@
-"""POST /v1/responses: OpenAI's Responses protocol."""
+"""/v1/responses: OpenAI's Responses protocol. Each key sees only its own stored responses."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import cast
+from typing import Annotated, Literal, cast
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.errors import ContextLengthError
 from llaisys.outputs import RequestOutput
-from llaisys.server.access_log import ignored_headers
+from llaisys.server.access_log import client_id_of, ignored_headers
 from llaisys.server.chat import Chat
-from llaisys.server.http_errors import error_responses
+from llaisys.server.http_errors import ApiError, error_responses, to_json
 from llaisys.server.protocol import BodyRoute, ignored_fields
 from llaisys.server.response_body import Json
 from llaisys.server.response_schemas import one_or_stream
 from llaisys.server.responses.builder import ResponseBuilder
+from llaisys.server.responses.history import items_to_store, own_items, previous_items, store_of
 from llaisys.server.responses.input import (
     ENCRYPTED_REASONING,
     RESPONSES_NEUTRAL,
     Translation,
-    input_items,
     translate,
 )
-from llaisys.server.responses.schemas import ResponseAnswer, ResponsesRequest
+from llaisys.server.responses.schemas import InputItems, ResponseAnswer, ResponseDeleted, ResponsesRequest
+from llaisys.server.responses.store import ResponseStore, StoredResponse
 from llaisys.server.responses.truncation import prepare_truncated
 from llaisys.server.state import state_of
 
-router = APIRouter(route_class=BodyRoute)
+ResponseId = Annotated[str, Path(pattern=r"^resp_[\w.-]{1,64}$")]
+PAGE_ENDS = ("first_id", "last_id")
+
+router = APIRouter(prefix="/v1/responses", route_class=BodyRoute)
 
 
-@router.post("/v1/responses", responses={**error_responses(404, 499), **one_or_stream(ResponseAnswer)})
+@router.post("", responses={**error_responses(404, 499, 507), **one_or_stream(ResponseAnswer)})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Generate a response to the input, as a stream of events or as one object."""
     state = state_of(request)
     engine = state.serving(body.model)
     ignored = ignored_fields(body, RESPONSES_NEUTRAL, state.config.strict_fields)
-    items = [(f"input[{i}]", item) for i, item in enumerate(input_items(body))]
-    translation = translate(body, items)
+    previous = await previous_items(body, request)
+    own = await own_items(body, request)
+    translation = translate(body, [*previous, *((f"input[{i}]", item) for i, item in enumerate(own))])
     with translation.field_names():
         chat = await prepare_truncated(request, engine, translation, "resp_")
     headers = ignored_headers(request, ignored + translation.ignored)
+    store = None if body.store is False else state.responses
     builder = ResponseBuilder(
         chat,
-        fields_of(body, translation, chat),
+        fields_of(body, translation, chat, is_stored=store is not None),
         summarizes=translation.reasoning["summary"] is not None,
         encrypts=ENCRYPTED_REASONING in (body.include or ()),
     )
-    return chat.response(request, builder, headers, _deltas(chat, translation)).collected()
+    deltas = _deltas(chat, translation)
+    if store is not None:
+        deltas = _stored(deltas, builder, store, chat.client_id, items_to_store(own))
+    return chat.response(request, builder, headers, deltas).collected()
 
 
-def fields_of(body: ResponsesRequest, translation: Translation, chat: Chat) -> Json:
+@router.get("/{response_id}", response_model=ResponseAnswer, responses=error_responses(404))
+async def read_response(request: Request, response_id: ResponseId) -> Response:
+    """Return a stored response."""
+    return _json((await _find(request, response_id)).body)
+
+
+@router.delete("/{response_id}", response_model=ResponseDeleted, responses=error_responses(404, 507))
+async def delete_response(request: Request, response_id: ResponseId) -> Response:
+    """Delete a stored response. Later responses of its conversation cannot be continued."""
+    if not await store_of(request).delete(client_id_of(request), response_id):
+        raise _not_found()
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/{response_id}/cancel", response_model=ResponseAnswer, responses=error_responses(404))
+async def cancel_response(request: Request, response_id: ResponseId) -> Response:
+    """Return a response that has ended. `POST /v1/requests/{id}/cancel` cancels one that is generated."""
+    return _json((await _find(request, response_id)).body)
+
+
+@router.get("/{response_id}/input_items", response_model=InputItems, responses=error_responses(404))
+async def list_input_items(
+    request: Request,
+    response_id: ResponseId,
+    after: str = "",
+    order: Literal["asc", "desc"] = "desc",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """List a response's own input items, newest first, without those of previous responses.
+
+    `after`: the id of the last item of the previous page.
+    """
+    items = (await _find(request, response_id)).input
+    items = items if order == "asc" else items[::-1]
+    start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), 0) if after else 0
+    if after and not start:
+        raise ApiError(404, "There is no such item in the input.", code="not_found", param="after")
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else dict.fromkeys(PAGE_ENDS)
+    return _json({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+
+async def _find(request: Request, response_id: str) -> StoredResponse:
+    """Return the client's stored response. Raises ApiError (404) for an unknown id, and for another
+    client's."""
+    found = await store_of(request).get(client_id_of(request), response_id)
+    if found is None:
+        raise _not_found()
+    return found
+
+
+def _not_found() -> ApiError:
+    return ApiError(404, "There is no such response.", code="not_found", param="response_id")
+
+
+def _json(value: Json) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+async def _stored(
+    deltas: AsyncIterator[RequestOutput],
+    builder: ResponseBuilder,
+    store: ResponseStore,
+    owner: str,
+    items: list[Json],
+) -> AsyncIterator[RequestOutput]:
+    """Yield the deltas, then store the response, so that it is stored before its last event is sent."""
+    async with aclosing(cast("AsyncGenerator[RequestOutput, None]", deltas)) as open_deltas:
+        async for delta in open_deltas:
+            yield delta
+    await store.add(owner, StoredResponse(builder.response(), items, is_open=False))
+
+
+def fields_of(body: ResponsesRequest, translation: Translation, chat: Chat, *, is_stored: bool) -> Json:
     """Return the fields of a response that repeat the request, with the values that applied."""
     return {
         "background": False,
@@ -64,7 +146,7 @@ def fields_of(body: ResponsesRequest, translation: Translation, chat: Chat) -> J
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": translation.reasoning,
-        "store": False,
+        "store": is_stored,
         "temperature": chat.params.temperature,
         "text": translation.text,
         "tool_choice": body.tool_choice or "auto",
