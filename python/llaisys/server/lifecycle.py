@@ -47,6 +47,8 @@ LAG_INTERVAL_S = 0.25
 TRIM_INTERVAL_S = 5.0
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
+# Seconds for background responses, whose generation has ended, to be stored.
+CLOSE_BACKGROUND_S = 5.0
 BEATS_PER_WINDOW = 24  # heartbeats per `watchdog_window_s`; a late event loop is logged after a sixth of it
 
 log = logging.getLogger("llaisys.server")
@@ -241,6 +243,7 @@ class Lifecycle:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
             await models.close()
+        await self._state.background.wait(CLOSE_BACKGROUND_S)
         for task in meanwhile:  # not earlier: without heartbeats, a drain would count as a stuck event loop
             task.cancel()
         return exit_code

@@ -72,11 +72,20 @@ class ResponseBuilder:
     - `fields`: the fields of the response that repeat the request.
     - `summarizes`: report reasoning as its summary, not as its content. `encrypts`: report it also as
       `encrypted_content`.
+    - `is_background`: the response is queued until its first token.
     """
 
     stream_format = NAMED_EVENTS
 
-    def __init__(self, chat: Chat, fields: Json, *, summarizes: bool = False, encrypts: bool = False) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        fields: Json,
+        *,
+        summarizes: bool = False,
+        encrypts: bool = False,
+        is_background: bool = False,
+    ) -> None:
         self.meta = chat.meta
         self.usage = Usage()
         self.usage.set_prompt_tokens(0, len(chat.prompt))
@@ -93,13 +102,13 @@ class ResponseBuilder:
         # Of tokens whose text the parser has not returned yet; the last `_n_new` are of the current delta.
         self._logprobs: list[Json] = []
         self._n_new = 0
-        self._status = "in_progress"
+        self._status = "queued" if is_background else "in_progress"
         self._error: Json | None = None
         self._completed_at: int | None = None
 
     def opening(self) -> list[Json]:
         """Return the events before the first token."""
-        return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
+        return [self._lifecycle("response.created"), self._lifecycle(f"response.{self._status}")]
 
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:  # noqa: ARG002 -- one prompt, one choice
         """Return the events of a delta."""
@@ -110,10 +119,13 @@ class ResponseBuilder:
         return [self._lifecycle(f"response.{self._status}")]
 
     def error_chunks(self, error: ApiError) -> list[Json]:
-        """Return `response.failed` with the error and the output so far. A canceled response has its own
-        status."""
-        self._status = CANCELLED if error.code == CANCELLED else "failed"
-        self._error = {"code": error_code(error), "message": error.message}
+        """Return `response.failed` with the output so far, and with the error unless the response was
+        canceled."""
+        if error.code == CANCELLED:
+            self._status = CANCELLED
+        else:
+            self._status = "failed"
+            self._error = {"code": error_code(error), "message": error.message}
         return [self._lifecycle("response.failed")]
 
     def collect(self, chunk: Json) -> int:
@@ -154,6 +166,9 @@ class ResponseBuilder:
         }
 
     def _output_events(self, output: CompletionOutput) -> Iterator[Json]:
+        if self._status == "queued":
+            self._status = "in_progress"
+            yield self._lifecycle("response.in_progress")
         if self._n_top is not None and output.logprobs:
             made = chat_logprobs(output.token_ids, output.logprobs, self._n_top)
             self._logprobs += [_with_bytes(entry) for entry in made["content"]]
@@ -308,7 +323,7 @@ def _with_bytes(entry: Json) -> Json:
 
 def error_code(error: ApiError) -> str:
     """Return OpenAI's code for the error of a response, which clients know."""
-    if error.code in ("context_length_exceeded", CANCELLED):
+    if error.code == "context_length_exceeded":
         return error.code
     if error.status_code == 429:
         return "rate_limit_exceeded"
