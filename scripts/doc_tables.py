@@ -13,11 +13,14 @@ from pydantic import BaseModel
 
 from llaisys.config import Config
 from llaisys.server import messages_schemas, protocol, request_schemas
+from llaisys.server.responses.input import RESPONSES_NEUTRAL
+from llaisys.server.responses.schemas import ResponsesRequest
 
 ROOT = Path(__file__).parents[1]
 ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
     "/v1/chat/completions": (request_schemas.ChatCompletionRequest, protocol.CHAT_NEUTRAL),
     "/v1/completions": (request_schemas.CompletionRequest, protocol.COMPLETION_NEUTRAL),
+    "/v1/responses": (ResponsesRequest, RESPONSES_NEUTRAL),
     "/v1/embeddings": (request_schemas.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
     "/tokenize": (request_schemas.TokenizeRequest, protocol.TOKENS_NEUTRAL),
     "/detokenize": (request_schemas.DetokenizeRequest, protocol.TOKENS_NEUTRAL),

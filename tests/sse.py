@@ -31,13 +31,16 @@ def chunks(raw: bytes) -> list[dict[str, Any]]:
 
 
 def named_events(raw: bytes) -> list[dict[str, Any]]:
-    """Return the events of a whole stream of Anthropic's or OpenAI's Responses: each has its type as name."""
+    """Return the events of a whole stream without pings. The name of each is the `type` of its data."""
     text = raw.decode("utf-8")
     assert text.endswith("\n\n"), text[-80:]
     found = []
     for frame in text.removesuffix("\n\n").split("\n\n"):
+        if frame == ": ping":
+            continue
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        assert (name, data[:6]) == (f"event: {event['type']}", "data: "), frame
+        assert data.startswith("data: "), frame
+        assert name == f"event: {event['type']}", frame
         found.append(event)
     return found

@@ -29,7 +29,7 @@ from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.output_collector import COLLECTOR_BYTES_MAX, RequestOutputCollector
 from llaisys.output_handler import OutputHandler
-from llaisys.output_parts import OutputParser
+from llaisys.output_parts import CompletionOutputParser
 from llaisys.output_processor import OutputProcessor, aborted_output
 from llaisys.outputs import FinishReason, RequestId, RequestOutput
 from llaisys.prompt import tokenize_bad_words, truncate_prompt
@@ -282,7 +282,7 @@ class AsyncLLM:
         """
         return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
 
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser | None:
+    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> CompletionOutputParser | None:
         """Return a parser of one choice for reasoning, content and calls of these tools.
 
         None if there is nothing to parse, so that the whole completion is content.

@@ -22,6 +22,7 @@ DEEP_FIELDS = frozenset(
         "guided_json",
         "messages",
         "output_config",
+        "text",
     }
 )
 DEEP_DEPTH_MAX = 72

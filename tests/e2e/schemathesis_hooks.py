@@ -22,10 +22,12 @@ from llaisys.server.request_schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from llaisys.server.responses.schemas import ResponsesRequest
 
 MODELS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -58,6 +60,9 @@ SERVABLE: dict[str, Callable[[Any], Any]] = {
     "stream": bool,
     "n": lambda value: value % 3 + 1,
     "max_tokens": lambda value: value % 3 + 1,
+    "max_output_tokens": lambda value: value % 3 + 1,
+    "store": bool,
+    "background": bool,
     "temperature": up_to(2),
     "seed": up_to(2**31),
     "logprobs": up_to(3),

@@ -44,6 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "16",
     )
     stores = ("--session-store", str(folder / "sessions"), "--chat-store", str(folder / "chats.db"))
+    stores += ("--response-store", str(folder / "responses.db"))
     with serving(folder, str(folder / "tiny"), *flags, *stores, key=KEY) as made:
         yield made
 
@@ -53,6 +54,7 @@ def test_the_document_needs_the_key_and_has_every_route(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     routes = {
         "/v1/chat/completions",
+        "/v1/responses",
         "/v1/messages",
         "/api/chat",
         "/v1/embeddings",
@@ -98,6 +100,7 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     assert generated is not None, done.stdout
     assert int(generated[1]) == int(generated[2]) > 1000
     paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
-    paths += ("/v1/embeddings", "/tokenize", "/v1/sessions", "/api/chat", "/api/generate", "/api/embed")
+    paths += ("/v1/embeddings", "/tokenize", "/v1/sessions", "/v1/responses")
+    paths += ("/api/chat", "/api/generate", "/api/embed")
     server.wait_logged(*(f'"path": "{path}", "status": 200' for path in paths))
     assert not re.search(r'"status": 5\d\d', server.log.read_text("utf-8"))

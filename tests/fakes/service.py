@@ -13,7 +13,7 @@ from fakes import core
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
 from llaisys.model_info import ModelInfo, Pooling
-from llaisys.output_parts import OutputParser
+from llaisys.output_parts import CompletionOutputParser
 from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
@@ -174,7 +174,7 @@ class FakeService:
     ) -> StructuredOutputsParams:
         return StructuredOutputsParams(grammar=tool_grammar("hermes", tools, parallel=parallel))
 
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser:  # noqa: ARG002 -- as above
+    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> CompletionOutputParser:  # noqa: ARG002 -- as above
         return CompletionParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
 
     async def prompt_ids(

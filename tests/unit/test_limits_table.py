@@ -37,7 +37,7 @@ from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimit
 from llaisys.server.middleware.rate_limits import RateLimitMiddleware
 from llaisys.server.response_body import ResponseBytes
 from middleware import reading, statuses_through
-from server_limits import max_chat_bytes_per_key
+from server_limits import max_chat_bytes_per_key, max_stored_response_bytes_per_key
 
 ROOT = Path(__file__).parents[2]
 DESIGN = ROOT / "configs" / "concurrency-design.yaml"
@@ -438,6 +438,7 @@ BEHAVIORS: dict[str, Callable[[], None]] = {
         max_concurrent_requests_per_key,
         max_requests_per_minute_per_key,
         max_chat_bytes_per_key,
+        max_stored_response_bytes_per_key,
     )
 }
 

@@ -167,6 +167,17 @@ class ServerConfig(BaseModel):
     max_chat_bytes_per_key: int = Field(
         256 << 20, ge=1, description="bytes of one key's chats in chat_store; a write beyond them gets 400"
     )
+    response_store: Path | None = Field(
+        None,
+        description="SQLite file for responses of /v1/responses (default: none is stored); set it for "
+        "previous_response_id, background responses and reading a response again",
+    )
+    max_stored_response_bytes_per_key: int = Field(
+        256 << 20,
+        ge=1,
+        description="bytes of one key's responses and their input in response_store; beyond them the least "
+        "recently used are deleted",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged; debug also logs probes and other reads"
     )

@@ -79,12 +79,23 @@ class Chat:
         return self.engine.generate(self.prompt, self.params, self._engine_id, **self._engine_kwargs)
 
     def response(
-        self, request: Request, builder: CompletionBuilder, headers: Mapping[str, str]
+        self,
+        request: Request,
+        builder: CompletionBuilder,
+        headers: Mapping[str, str],
+        deltas: AsyncIterator[RequestOutput] | None = None,
     ) -> CompletionResponse:
-        """Return the response that generates the chat and writes it with `builder`."""
-        entry = RequestEntry(self.meta.id, self.client_id, self.engine, [self._engine_id], self.params.n)
-        response = CompletionResponse(request, [self.generate()], builder, headers).registered(entry)
+        """Return the response that generates the chat and writes it with `builder`.
+
+        `deltas`: those of `generate`, if the protocol does more with them than write them.
+        """
+        streams = [self.generate() if deltas is None else deltas]
+        response = CompletionResponse(request, streams, builder, headers).registered(self.entry())
         return response.as_stream() if self.options.stream else response
+
+    def entry(self) -> RequestEntry:
+        """Return the entry of this chat in the request registry."""
+        return RequestEntry(self.meta.id, self.client_id, self.engine, [self._engine_id], self.params.n)
 
     @property
     def _engine_id(self) -> str:

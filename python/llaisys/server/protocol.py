@@ -56,6 +56,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "stream_options.include_obfuscation",
+        "client_metadata",
         # As in vLLM with a fast tokenizer, special tokens never have spaces between them.
         "spaces_between_special_tokens",
     }
@@ -159,7 +160,7 @@ NAME_CHARS_MAX = 64
 UNIONS = {
     "stop": "must be a string or a list of strings",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
-    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "input": "must be a string or a list of what this route accepts: texts or token ids, or input items",
     "guided_json": "must be a JSON schema, an object or its text",
     "tool_choice": "must be a string or an object",
     "system": "must be a string or a list of content blocks",
@@ -203,16 +204,21 @@ def text_of(param: str, value: Any) -> str:
 @contextmanager
 def field_names(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the fields in errors raised in this context: `names` maps a field to the one that the client
-    sent."""
+    sent.
+
+    A field may be a path such as `tools[0].function`; the longest one that the error's field begins with
+    applies.
+    """
     try:
         yield
     except LlaisysError as e:
-        field = (e.param or "").partition("[")[0].partition(".")[0]
-        if field not in names:
+        given = e.param or ""
+        fields = [each for each in names if given == each or given.startswith((f"{each}.", f"{each}["))]
+        if not fields:
             raise
+        field = max(fields, key=len)
         name = names[field]
-        param = name + (e.param or "")[len(field) :]
-        raise type(e)(str(e).replace(field, name, 1), param=param) from e
+        raise type(e)(str(e).replace(field, name, 1), param=name + given[len(field) :]) from e
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,10 +197,11 @@ class ModelCard(_Schema):
 
 
 class ModelList(_Schema):
-    """Every served name."""
+    """Every served name. `models`: empty, for Codex."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    models: list[Any]
 
 
 class Tokens(_Schema):

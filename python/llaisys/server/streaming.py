@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeAlias, cast
 
@@ -36,7 +36,7 @@ async def merge_streams(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, 
     The first error ends all streams. Closing this iterator closes every stream, which cancels their requests.
     """
     if len(streams) == 1:
-        async with _closing(streams[0]) as deltas:
+        async with closing_deltas(streams[0]) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
@@ -62,7 +62,7 @@ async def _pump(index: int, stream: Deltas, queue: asyncio.Queue[tuple[int, _Ite
     """Put a stream's deltas into the queue, then its error, or None at a normal end; nothing if canceled."""
     end: Exception | None = None
     try:
-        async with _closing(stream) as deltas:
+        async with closing_deltas(stream) as deltas:
             async for delta in deltas:
                 await queue.put((index, delta))
     except Exception as e:  # noqa: BLE001 -- the reader raises it
@@ -70,7 +70,7 @@ async def _pump(index: int, stream: Deltas, queue: asyncio.Queue[tuple[int, _Ite
     await queue.put((index, end))
 
 
-def _closing(stream: Deltas) -> aclosing[AsyncGenerator[RequestOutput, None]]:
+def closing_deltas(stream: Deltas) -> aclosing[AsyncGenerator[RequestOutput, None]]:
     """Return a context that closes the stream at its end, which cancels the request."""
     return aclosing(cast("AsyncGenerator[RequestOutput, None]", stream))
 
@@ -96,12 +96,19 @@ class CompletionResponse(Response):
         self._extra_headers = dict(headers)
         self._entry: RequestEntry | None = None
         self._is_cancelled = False
-        self._n_bytes = 0  # collected so far, if this is not a stream
+        self._n_bytes = 0  # collected so far
+        self._is_collected = False
         self.is_stream = False
 
     def as_stream(self) -> CompletionResponse:
         """Make this response a stream; return it."""
         self.is_stream = True
+        return self
+
+    def collected(self) -> CompletionResponse:
+        """Count the bytes of a stream as those of one object, because its end repeats it; return the same
+        response."""
+        self._is_collected = True
         return self
 
     def registered(self, entry: RequestEntry) -> CompletionResponse:
@@ -114,10 +121,10 @@ class CompletionResponse(Response):
         if self._entry is None:
             await self._run(receive, send)
             return
-        with state_of(self._request).requests.open(self._entry, self._cancel):
+        with state_of(self._request).requests.open(self._entry, self.cancel):
             await self._run(receive, send)
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
         """Abort the engine's requests. Each ends within a step with a last output."""
         assert self._entry is not None
         self._is_cancelled = True
@@ -128,17 +135,10 @@ class CompletionResponse(Response):
         work = asyncio.ensure_future(
             self._send_stream(send) if self.is_stream else self._send_collected(send)
         )
-        gone = asyncio.ensure_future(_client_gone(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            # `receive` also reports a disconnect after the last byte, before `work` has returned. A response
-            # with an end reason was complete.
-            if not work.done() and "end_reason" not in notes_of(self._request):
-                note(self._request, end_reason="client_gone")
+            await until_done_or_gone(work, receive, self._note_gone)
         finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            state_of(self._request).response_bytes.remove(self._n_bytes, client_id_of(self._request))
             usage = self._builder.usage
             note(
                 self._request,
@@ -149,6 +149,15 @@ class CompletionResponse(Response):
             )
         if not work.cancelled():
             work.result()
+
+    def _note_gone(self) -> None:
+        """Note that the client has disconnected.
+
+        `receive` also reports a disconnect after the last byte, before the work has returned. A response with
+        an end reason was complete.
+        """
+        if "end_reason" not in notes_of(self._request):
+            note(self._request, end_reason="client_gone")
 
     async def _send_stream(self, send: Send) -> None:
         task = asyncio.current_task()
@@ -166,7 +175,13 @@ class CompletionResponse(Response):
         try:
             async with aclosing(merge_streams(self._streams)) as deltas:
                 async for index, delta in deltas:
-                    await writer.frames(self._build_chunks(index, delta))
+                    chunks = self._build_chunks(index, delta)
+                    if not self._is_collected:
+                        await writer.frames(chunks)
+                        continue
+                    chunks = list(chunks)
+                    await writer.frames(chunks)
+                    await self._collect_chunks(chunks)
             self._note_end()
             await writer.finish(self._builder.closing())
         except Exception as e:  # noqa: BLE001 -- every stream must end with a terminator
@@ -179,18 +194,15 @@ class CompletionResponse(Response):
 
     async def _send_collected(self, send: Send) -> None:
         try:
-            try:
-                await self._collect_chunks(self._builder.opening())
-                async with aclosing(merge_streams(self._streams)) as deltas:
-                    async for index, delta in deltas:
-                        await self._collect_chunks(self._build_chunks(index, delta))
-            except Exception as e:  # noqa: BLE001 -- every response must have a status
-                await send_error(send, self._request.scope, self._wire_error(e))
-                return
-            self._note_end()
-            await send_parts(send, self._extra_headers, self._builder.parts())
-        finally:
-            state_of(self._request).response_bytes.remove(self._n_bytes, client_id_of(self._request))
+            await self._collect_chunks(self._builder.opening())
+            async with aclosing(merge_streams(self._streams)) as deltas:
+                async for index, delta in deltas:
+                    await self._collect_chunks(self._build_chunks(index, delta))
+        except Exception as e:  # noqa: BLE001 -- every response must have a status
+            await send_error(send, self._request.scope, self._wire_error(e))
+            return
+        self._note_end()
+        await send_parts(send, self._extra_headers, self._builder.parts())
 
     async def _collect_chunks(self, chunks: Iterable[Json]) -> None:
         """Add chunks to the collected response. Raises RejectedError or ExhaustedError if it is too large."""
@@ -235,6 +247,21 @@ class CompletionResponse(Response):
         note(self._request, end_reason=api_error.code)
         state.metrics.count_error(api_error.code)
         return api_error
+
+
+async def until_done_or_gone(
+    work: asyncio.Future[None], receive: Receive, on_gone: Callable[[], object]
+) -> None:
+    """Wait until `work` is done. If the client disconnects before, call `on_gone` and cancel it."""
+    gone = asyncio.ensure_future(_client_gone(receive))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            on_gone()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
 
 
 async def _client_gone(receive: Receive) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.output_parts import Content, OutputParser, OutputPart, ToolCall
+from llaisys.output_parts import CompletionOutputParser, Content, OutputPart, ReasoningState, ToolCall
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.server.request_schemas import ChatCompletionRequest, GenerationRequest
 from llaisys.server.response_body import Json
@@ -240,10 +240,15 @@ class ChoiceParser:
     except the first.
     """
 
-    def __init__(self, parser: OutputParser | None, *, only_first: bool = False) -> None:
+    def __init__(self, parser: CompletionOutputParser | None, *, only_first: bool = False) -> None:
         self._parser = parser
         self._only_first = only_first
         self._n_calls = 0
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """Return whether the text after what was pushed is reasoning."""
+        return "over" if self._parser is None else self._parser.reasoning_state
 
     def push(self, text: str, finish_reason: str | None) -> list[OutputPart]:
         """Return the parts that are final after the next piece of text. `finish_reason`: set for the last

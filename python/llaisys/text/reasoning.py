@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
+from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning, ReasoningState
 from llaisys.text.tool_calls import partial_tag_len
 
 ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
@@ -24,6 +24,13 @@ class ReasoningParser:
         self._text = ""  # not emitted yet
         self._has_begun = False  # reasoning text after the leading whitespace was seen
         self._state: Literal["begin", "inside", "after", "content"] = "begin"
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """See CompletionOutputParser."""
+        if self._state == "begin":
+            return "inside" if self._starts_inside else "undecided"
+        return "inside" if self._state == "inside" else "over"
 
     def push(self, text: str) -> list[OutputPart]:
         """See OutputParser."""
@@ -81,6 +88,11 @@ class CompletionParser:
         inside = reasoning == "deepseek_r1"
         self._reasoning = None if reasoning is None else ReasoningParser(starts_inside=inside)
         self._tools = tools
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """See CompletionOutputParser."""
+        return "over" if self._reasoning is None else self._reasoning.reasoning_state
 
     def push(self, text: str) -> list[OutputPart]:
         """See OutputParser."""

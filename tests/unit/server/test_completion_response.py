@@ -77,6 +77,7 @@ BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8},
+    "/v1/responses": {"input": "Hi"},
 }
 
 
@@ -116,6 +117,7 @@ async def test_disconnect_during_the_response(
     await work
     assert all(call.ended for call in engine.calls)
     assert b"[DONE]" not in client.raw()
+    assert b"response.completed" not in client.raw()
 
 
 class StalledClient(AsgiClient):

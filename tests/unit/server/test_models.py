@@ -17,3 +17,8 @@ async def test_every_served_model_name_is_listed(client: httpx.AsyncClient) -> N
 async def test_a_model_name_may_contain_a_slash(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/models/alias/of-tiny")
     assert response.json()["id"] == "alias/of-tiny"
+
+
+async def test_codex_finds_a_list_of_models(client: httpx.AsyncClient) -> None:
+    """Codex fails without the list, and would use a model's (missing) instructions if one were in it."""
+    assert (await client.get("/v1/models")).json()["models"] == []

@@ -20,6 +20,7 @@ from llaisys.server import messages_schemas
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
 from llaisys.server.http_errors import ANTHROPIC_PATH
+from llaisys.server.responses.schemas import ResponsesRequest
 from llaisys.server.state import ServerState
 from llaisys.server.stream_writer import DATA_EVENTS, StreamWriter
 from sse import events
@@ -27,6 +28,7 @@ from sse import events
 MODELS = {
     "/v1/chat/completions": models.ChatCompletionRequest,
     "/v1/completions": models.CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": models.EmbeddingRequest,
     "/tokenize": models.TokenizeRequest,
     "/detokenize": models.DetokenizeRequest,

@@ -33,6 +33,7 @@ QUEUEING = frozenset(
     {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
         "/v1/messages",
         "/v1/embeddings",
         "/api/chat",

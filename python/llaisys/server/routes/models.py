@@ -16,9 +16,13 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> dict[str, Any]:
-    """List every served name."""
+    """List every served name.
+
+    Codex reads an array `models`, and needs its own instructions for each model in it. It is empty, so that
+    Codex uses its default instructions.
+    """
     state = state_of(request)
-    return {"object": "list", "data": [_card(state, name) for name in state.registry().names]}
+    return {"object": "list", "data": [_card(state, name) for name in state.registry().names], "models": []}
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, responses=error_responses(404))
