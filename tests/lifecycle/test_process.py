@@ -193,7 +193,7 @@ PARENT = f"""
 import sys
 from llaisys import LLM, SamplingParams
 with LLM({str(FOLDER)!r}, engine_process=True, num_kv_cells=4096) as llm:
-    print(llm._client._connection.pid, flush=True)
+    print(llm._engine.client._connection.pid, flush=True)
     while sys.argv[1] == "streaming":
         llm.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
     sys.stdin.read()

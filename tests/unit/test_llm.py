@@ -153,8 +153,8 @@ def test_a_faulty_row_does_not_stop_the_other_requests(llm: LLM, caplog: pytest.
 
 def test_a_timeout_applies_only_if_set(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines: list[float] = []
-    submit = llm._client.submit
-    monkeypatch.setattr(llm._client, "submit", lambda r: deadlines.append(r.deadline_s) or submit(r))
+    submit = llm._engine.client.submit
+    monkeypatch.setattr(llm._engine.client, "submit", lambda r: deadlines.append(r.deadline_s) or submit(r))
     llm.generate(prompt(1), GREEDY)
     assert deadlines == [math.inf]
     with LLM("fake", request_timeout_s=1e-9) as hurried:
@@ -294,11 +294,11 @@ def test_a_session_keeps_what_others_evict() -> None:
 def test_each_prompt_has_its_own_session(llm: LLM) -> None:
     prompts = [prompt(1, 2, 3), prompt(4, 5, 6), prompt(7, 8, 9)]
     llm.generate(prompts, GREEDY, session_id=["a", "", "b"])
-    stats = llm._client.stats()
+    stats = llm._engine.client.stats()
     assert (stats.num_sessions, stats.kv_cells_session) == (2, 2 * 12)
     for wrong in ("a", ["a", "b"], ["a", "a", ""], ["a", "../b", ""]):
         with pytest.raises(RejectedError) as caught:
             llm.generate(prompts, GREEDY, session_id=wrong)
         assert caught.value.param == "session_id"
     llm.chat([[{"role": "user", "content": "hi"}]], GREEDY, session_id="c")
-    assert llm._client.stats().num_sessions == 3
+    assert llm._engine.client.stats().num_sessions == 3
