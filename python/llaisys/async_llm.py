@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
+from llaisys.async_text import AsyncText
 from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine_output import EngineOutput
@@ -32,13 +33,13 @@ from llaisys.output_handler import OutputHandler
 from llaisys.output_parts import OutputParser
 from llaisys.output_processor import OutputProcessor, aborted_output
 from llaisys.outputs import FinishReason, RequestId, RequestOutput
-from llaisys.prompt import tokenize_bad_words, truncate_prompt
+from llaisys.prompt import tokenize_bad_words
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.session_client import SessionClient
 from llaisys.session_info import SessionInfo
 from llaisys.stats import EngineStats, RequestStats, ServiceStats
 from llaisys.text.reasoning import CompletionParser
-from llaisys.text.tokenizer_pool import AsyncTokenizer, TokenizerPool
+from llaisys.text.tokenizer_pool import TokenizerPool
 from llaisys.text.tool_calls import ToolFormat, tool_grammar, tool_parser
 from llaisys.timeline import Timeline, with_reader_lags
 
@@ -47,7 +48,7 @@ __all__ = ["AsyncLLM", "ServiceStats"]
 log = logging.getLogger(__name__)
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncText):
     """Serves one model to many concurrent requests. Create it with `start`, and call it on that event loop
     only.
 
@@ -61,12 +62,10 @@ class AsyncLLM:
 
     def __init__(self, config: Config, model: ModelAssets) -> None:
         """Initialize the state without loading; use `start` instead."""
-        self._config = config
-        self._model = model
+        super().__init__(config, model)
         self._processor = OutputProcessor(model.tokenizer)
         self._grammar_compiler = model.grammar_compiler()
         self._grammar_trials = GrammarTrials(self._grammar_compiler.tokenizer)
-        self._async_tokenizer: AsyncTokenizer | None = None  # None: tokenize in threads of this process
         self._collectors: dict[RequestId, RequestOutputCollector] = {}
         # Open streams that were not submitted yet -> whether they were aborted.
         self._unsubmitted: dict[RequestId, bool] = {}
@@ -224,46 +223,6 @@ class AsyncLLM:
         finally:
             self._close_stream(request_id)
 
-    async def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        n_tokens_max: int | None = None,
-    ) -> list[int]:
-        """Render a conversation with the model's chat template and return its token ids, off the event loop.
-
-        Templates write their own special tokens; `add_special_tokens` adds the tokenizer's. Raises
-        UnsupportedError if the model has no template, RejectedError for invalid messages, ContextLengthError
-        as `encode` does.
-        """
-        options = {
-            **(template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        if self._async_tokenizer is not None:
-            self._model.chat_template()
-            return await self._async_tokenizer.chat(messages, options, add_special_tokens, n_tokens_max)
-        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
-        return await self.encode(text) if add_special_tokens else ids
-
-    async def prompt_ids(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
-        if isinstance(prompt, str):
-            n_tokens_max = self.max_prompt_tokens(params)
-            ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_tokens_max=n_tokens_max)
-        else:
-            ids = list(prompt)
-        return truncate_prompt(ids, params, self.max_model_len)
-
     async def compile_grammar(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
         """Compile a grammar in a worker process with limits; the result is cached per client.
 
@@ -297,30 +256,6 @@ class AsyncLLM:
     @property
     def _tool_format(self) -> ToolFormat:
         return self._config.tool_call_parser or "hermes"
-
-    def max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""
-        if params.truncate_prompt_tokens is not None:
-            return None
-        return self._config.max_input_tokens or self.max_model_len
-
-    async def encode(
-        self, text: str, *, add_special_tokens: bool = True, n_tokens_max: int | None = None
-    ) -> list[int]:
-        """Return the token ids of a text, tokenized off the event loop. Raises as `Tokenizer.encode`."""
-        if self._async_tokenizer is not None:
-            return await self._async_tokenizer.encode(text, add_special_tokens, n_tokens_max)
-        return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens, n_tokens_max)
-
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids, off the event loop."""
-        if self._async_tokenizer is not None:
-            return await self._async_tokenizer.decode(ids, skip_special_tokens)
-        return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
-
-    async def token_strs(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary entry of each token id, off the event loop."""
-        return await asyncio.to_thread(lambda: [self._model.tokenizer.vocab_text(id) for id in ids])
 
     def abort(self, request_id: RequestId) -> None:
         """Cancel a request; its stream ends with finish reason `abort`. Unknown ids are ignored."""
