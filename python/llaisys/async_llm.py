@@ -12,13 +12,14 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 from llaisys.async_text import AsyncText
 from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.limits import LOGPROBS_FREE
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.start import start_engine
@@ -28,12 +29,13 @@ from llaisys.grammar_trials import GrammarTrials
 from llaisys.lazy_engine import LazyEngine
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo, Pooling
+from llaisys.model_tokenizer import ModelTokenizer
 from llaisys.output_collector import COLLECTOR_BYTES_MAX, RequestOutputCollector
 from llaisys.output_handler import OutputHandler
 from llaisys.output_parts import OutputParser
-from llaisys.output_processor import OutputProcessor, aborted_output
+from llaisys.output_processor import OutputAccumulator, OutputProcessor, aborted_output, empty_output
 from llaisys.outputs import FinishReason, RequestId, RequestOutput
-from llaisys.prompt import tokenize_bad_words
+from llaisys.prompt import Prompt, read_prompt, tokenize_bad_words
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.session_client import SessionClient
 from llaisys.session_info import SessionInfo
@@ -42,6 +44,7 @@ from llaisys.text.reasoning import CompletionParser
 from llaisys.text.tokenizer_pool import TokenizerPool
 from llaisys.text.tool_calls import ToolFormat, tool_grammar, tool_parser
 from llaisys.timeline import Timeline, with_reader_lags
+from llaisys.vllm_arguments import refuse
 
 __all__ = ["AsyncLLM", "ServiceStats"]
 
@@ -152,40 +155,57 @@ class AsyncLLM(AsyncText):
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
         request_id: RequestId,
         *,
-        client_id: str = "",
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
         priority: int = 0,
-        session_id: str = "",
+        session_id: str | None = None,
+        client_id: str = "",
         cache_salt: str = "",
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield deltas: `outputs` have the `text`, `token_ids` and `logprobs` since the previous delta.
+        """Yield the outputs of a request while it runs; arguments and order are vLLM's, and some more.
 
-        - `prompt`: text (tokenized off the event loop, with `add_special_tokens`) or token ids.
+        - `prompt`: text (tokenized off the event loop, with `add_special_tokens`), `{"prompt": text}`,
+          `{"prompt_token_ids": ids}`, or token ids.
+        - `sampling_params.output_kind`: by default each output has everything so far. With DELTA, `outputs`
+          have the `text`, `token_ids` and `logprobs` since the previous output. With FINAL_ONLY, only the
+          last output is yielded.
         - `priority`: lower runs first. `client_id`: the client for fair scheduling. `cache_salt`: only
           requests with the same salt share cached prefixes.
         - `session_id`: the client's session, which is created if it is new. It keeps the KV of the request,
           or of the first of several choices. The prompt must still be the whole conversation.
-        - `pooling`: compute the prompt's embedding instead of a completion. The only delta has the embedding
-          and the finish reason `stop`; of `params` only `truncate_prompt_tokens` applies.
-        - With `n` > 1 a delta has the choices that changed, by their `index`.
-        - Only the last delta of a choice has a `finish_reason` (`stop`, `length` or `abort`), and only the
-          last delta of the request is `finished`.
-        - A slow reader receives several steps in one delta; the completion does not depend on its speed.
+        - `pooling`: compute the prompt's embedding instead of a completion. The only output has the embedding
+          and the finish reason `stop`; of `sampling_params` only `truncate_prompt_tokens` applies.
+        - `lora_request`, `tokenization_kwargs`, `trace_headers`: of vLLM; only None is accepted.
+        - With `n` > 1 an output has all choices so far; a delta has those that changed, by their `index`.
+        - A choice has a `finish_reason` (`stop`, `length` or `abort`) once it has ended, a delta in the last
+          one of the choice. Only the last output of the request is `finished`.
+        - A slow reader receives several steps in one output; the completion does not depend on its speed.
 
         Closing the iterator (`aclose`, a canceled task) cancels the request within one engine step. Nothing
         is submitted before the first `anext`, which raises the error of a rejected request.
         """
-        collector = self._open_stream(request_id)
+        params = sampling_params
+        collector = self._open_stream(request_id, params)
         try:
+            refuse(
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+            )
             if params.structured_outputs is not None:
                 await self.compile_grammar(params.structured_outputs, client_id)
-            ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
-            text = prompt if isinstance(prompt, str) else None
+            text, given = read_prompt(prompt) if isinstance(prompt, Mapping) else (None, prompt)
+            text = given if isinstance(given, str) else text
+            ids = await self.prompt_ids(
+                (text or "") if given is None else given, params, add_special_tokens=add_special_tokens
+            )
             words: tuple[tuple[int, ...], ...] = ()
             if params.bad_words:
                 words = await asyncio.to_thread(tokenize_bad_words, self._model.tokenizer, params.bad_words)
@@ -207,7 +227,7 @@ class AsyncLLM(AsyncText):
                     deadline_s=arrival_s + self._config.request_timeout_s,
                     client_id=client_id,
                     priority=priority,
-                    session_id=session_id,
+                    session_id=session_id or "",
                     cache_salt=cache_salt,
                     bad_word_ids=words,
                     prediction_token_ids=prediction,
@@ -215,11 +235,14 @@ class AsyncLLM(AsyncText):
                 )
             )
             self._request_stats.record_submission(request_id, len(ids), params, arrival_s)
+            whole = OutputAccumulator(params.output_kind, empty_output(request_id, text, ids, params.n))
             finished = False
             while not finished:
-                output = await collector.get()
-                finished = output.finished
-                yield output
+                delta = await collector.get()
+                finished = delta.finished
+                output = whole.add(delta)
+                if output is not None:
+                    yield output
         finally:
             self._close_stream(request_id)
 
@@ -279,6 +302,24 @@ class AsyncLLM(AsyncText):
             timelines = await asyncio.wrap_future(self._client.timelines(request_id, client_id))
         lags = self._reader_lags.get(request_id, ()) if collector is None else collector.lags()
         return {index: with_reader_lags(timeline, lags) for index, timeline in timelines.items()}
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Remove all cached prefixes, except those of sessions; return True if that was done.
+
+        While requests run, nothing is removed and False is returned, as in vLLM. The arguments are vLLM's;
+        only False is accepted. Raises as `timeline`.
+        """
+        refuse(reset_running_requests=reset_running_requests or None, reset_connector=reset_connector or None)
+        if self._client is None:
+            return True
+        with self._engine.acquired():
+            return await asyncio.wrap_future(self._client.reset_prefix_cache())
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Return the model's tokenizer. Its methods run on the calling thread."""
+        return ModelTokenizer(self._model)
 
     # --- health ---
 
@@ -362,13 +403,15 @@ class AsyncLLM(AsyncText):
         if self._client is not None:
             self._client.cancel(request_id, index)
 
-    def _open_stream(self, request_id: RequestId) -> RequestOutputCollector:
+    def _open_stream(self, request_id: RequestId, params: SamplingParams) -> RequestOutputCollector:
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
         if request_id in self._collectors:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         self._engine.acquire()
-        collector = self._collectors[request_id] = RequestOutputCollector()
+        # The logprobs of one token may exceed the bound of the collector if they have their own.
+        is_bounded = 0 <= (params.logprobs or 0) <= LOGPROBS_FREE
+        collector = self._collectors[request_id] = RequestOutputCollector(is_bounded=is_bounded)
         self._unsubmitted[request_id] = False
         self._reader_lags.pop(request_id, None)
         return collector

@@ -10,10 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
@@ -25,14 +24,16 @@ from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.grammar_trials import GrammarTrials
 from llaisys.model_assets import ModelAssets
+from llaisys.model_info import Pooling
 from llaisys.output_processor import OutputProcessor, append_delta, empty_output
 from llaisys.outputs import RequestId, RequestOutput
-from llaisys.prompt import tokenize_bad_words, truncate_prompt
+from llaisys.prompt import Prompt, read_prompt, tokenize_bad_words, truncate_prompt
 from llaisys.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-Prompt: TypeAlias = "str | Mapping[str, Any] | Sequence[int]"
+# Whether to show a progress bar, or what makes one, such as `functools.partial(tqdm, leave=False)`.
+ShowProgress: TypeAlias = "bool | Callable[..., tqdm[Any]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class PreparedPrompt:
     params: SamplingParams
     bad_word_ids: tuple[tuple[int, ...], ...]
     prediction_token_ids: list[int]
-    session_id: str
+    session_id: str = ""
+    priority: int = 0
+    pooling: Pooling | None = None
 
 
 class OfflineEngine:
@@ -92,26 +95,23 @@ class OfflineEngine:
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return the prompt's text, if given, and its token ids."""
         self.check_open()
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
-            if not isinstance(prompt.get("prompt"), str):
-                raise RejectedError(
-                    "a prompt object needs 'prompt' (text) or 'prompt_token_ids'", param="prompts"
-                )
-            prompt = str(prompt["prompt"])
-        if isinstance(prompt, str):
-            return prompt, self.model.tokenizer.encode(prompt, add_special_tokens=True)
-        return None, _ids(prompt)
+        text, ids = read_prompt(prompt)
+        if ids is None:
+            ids = self.model.tokenizer.encode(text or "", add_special_tokens=True)
+        return text, ids
 
     def prepare(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
-        sessions: Sequence[str],
+        *,
+        sessions: Sequence[str] | None = None,
+        priorities: Sequence[int] | None = None,
+        pooling: Pooling | None = None,
     ) -> list[PreparedPrompt]:
         """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
         tokenizer = self.model.tokenizer
+        sessions, priorities = sessions or [""] * len(prompts), priorities or [0] * len(prompts)
         prepared = [
             PreparedPrompt(
                 f"{next(self._ordinals)}",
@@ -121,21 +121,32 @@ class OfflineEngine:
                 tokenize_bad_words(tokenizer, each.bad_words),
                 tokenizer.encode(each.prediction, False) if each.prediction else [],
                 session,
+                priority,
+                pooling,
             )
-            for (text, ids), each, session in zip(prompts, params, sessions, strict=True)
+            for (text, ids), each, session, priority in zip(
+                prompts, params, sessions, priorities, strict=True
+            )
         ]
         for prompt in prepared:
-            self.client.check(prompt.ids, prompt.params)
+            self.client.check(prompt.ids, prompt.params, pooling=pooling)
             if prompt.params.structured_outputs is not None:
                 self._grammar_trials.check_now(prompt.params.structured_outputs)
         return prepared
 
-    def deltas(self, prepared: Sequence[PreparedPrompt], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+    def deltas(
+        self, prepared: Sequence[PreparedPrompt], *, use_tqdm: ShowProgress
+    ) -> Iterator[RequestOutput]:
         """Run the requests. The generator refers to `self`, so the engine is not freed while it is read."""
-        with tqdm(total=len(prepared), desc="Processed prompts", disable=not use_tqdm) as progress:
-            yield from GenerateCall(self.client, self.model, self._router, self._timeout_s()).deltas(
-                prepared, progress
-            )
+        call = GenerateCall(self.client, self.model, self._router, self._timeout_s())
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        if not use_tqdm:
+            yield from call.deltas(prepared)
+            return
+        with make_bar(total=len(prepared), desc="Processed prompts", dynamic_ncols=True) as progress:
+            for delta in call.deltas(prepared):
+                progress.update(delta.finished)
+                yield delta
 
     def _timeout_s(self) -> float:
         """Return the time limit per request in seconds; infinite unless `request_timeout_s` was set."""
@@ -186,7 +197,7 @@ class GenerateCall:
         self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self._open: set[RequestId] = set()
 
-    def deltas(self, prepared: Sequence[PreparedPrompt], progress: tqdm[NoReturn]) -> Iterator[RequestOutput]:
+    def deltas(self, prepared: Sequence[PreparedPrompt]) -> Iterator[RequestOutput]:
         """Yield deltas in the order of the engine's outputs.
 
         An error, Ctrl-C or closing the iterator cancels open requests.
@@ -198,7 +209,6 @@ class GenerateCall:
                     queued.popleft()
                 delta = self._process(self._outputs.get())
                 if delta is not None:
-                    progress.update(delta.finished)
                     yield delta
         finally:
             for request_id in self._open:
@@ -224,6 +234,8 @@ class GenerateCall:
                     bad_word_ids=prompt.bad_word_ids,
                     prediction_token_ids=prompt.prediction_token_ids,
                     session_id=prompt.session_id,
+                    priority=prompt.priority,
+                    pooling=prompt.pooling,
                 )
             )
         except LlaisysError:
@@ -265,20 +277,6 @@ def merge_deltas(prepared: Sequence[PreparedPrompt], deltas: Iterator[RequestOut
     return list(merged.values())
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """Return a list of prompts; a list of token ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
-        return [prompts]
-    return prompts
-
-
 def _close(client: EngineClient, trials: GrammarTrials) -> None:
     client.close()
     trials.close()
-
-
-def _ids(ids: Sequence[Any]) -> list[int]:
-    for each in ids:
-        if not isinstance(each, Integral):
-            raise RejectedError(f"the prompt has {each!r}, expected token ids", param="prompt_token_ids")
-    return [int(each) for each in ids]

@@ -32,10 +32,13 @@ class RequestOutputCollector:
     A delta that the reader has received counts toward the bound until the next `get`, because it is still
     being sent to a client. The reader lags from the arrival of an output outside `get` until its next `get`:
     it is busy, or its own client reads slowly.
+
+    `is_bounded`: False for a request whose logprobs have their own bound (`engine.limits.LOGPROBS_MAX`).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_bounded: bool = True) -> None:
         self._clock = clock
+        self._is_bounded = is_bounded
         self._is_waiting = False
         self._late_since_s: float | None = None
         self._lags: deque[tuple[float, float]] = deque(maxlen=N_LAGS_MAX)
@@ -55,7 +58,7 @@ class RequestOutputCollector:
         n_bytes = self._n_bytes + _size(delta)
         if self._delta is None:
             self._delta = delta
-        elif self._n_bytes_in_delivery + n_bytes > COLLECTOR_BYTES_MAX:
+        elif self._is_bounded and self._n_bytes_in_delivery + n_bytes > COLLECTOR_BYTES_MAX:
             return False
         else:
             append_delta(self._delta, delta)

@@ -23,9 +23,10 @@ from starlette.responses import Response
 from llaisys.async_llm import AsyncLLM
 from llaisys.body import InvalidField, parse_body
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from llaisys.server.access_log import ignored_headers
 from llaisys.server.http_errors import ApiError, to_api_error
+from llaisys.server.logprobs import resolve_logprobs
 from llaisys.server.request_schemas import (
     CACHE_SALT_CHARS_MAX,
     ChatCompletionRequest,
@@ -163,10 +164,11 @@ def engine_of(
     """Return the model that a body names, and the headers that name ignored fields.
 
     `neutral`: known but unsupported fields with their accepted values. Raises the errors of
-    `ServerState.serving` and `ignored_fields`.
+    `ServerState.serving`, `resolve_logprobs` and `ignored_fields`.
     """
     state = state_of(request)
     engine = state.serving(body.model)
+    resolve_logprobs(body, engine)
     return engine, ignored_headers(request, ignored_fields(body, neutral, state.config.strict_fields))
 
 
@@ -335,7 +337,7 @@ def sampling_params(
 
     `max_tokens`: the default of the endpoint.
     """
-    values: dict[str, Any] = dict(defaults)
+    values: dict[str, Any] = {**defaults, "output_kind": RequestOutputKind.DELTA}
     values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     for i, stop in enumerate([request.stop] if isinstance(request.stop, str) else request.stop or ()):
