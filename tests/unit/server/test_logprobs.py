@@ -10,6 +10,8 @@ import pytest
 from fakes import core
 from fakes.service import FakeService
 from llaisys.config import Config
+from llaisys.outputs import Logprob
+from llaisys.server.logprobs import tokens_per_chunk
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -54,3 +56,24 @@ async def test_the_server_asks_for_deltas(engine: FakeService, client: httpx.Asy
     for url, body in BODIES.items():
         await client.post(url, json={**body, "logprobs": None})
     assert [call.params.output_kind.name for call in engine.calls] == ["DELTA", "DELTA"]
+
+
+@pytest.mark.parametrize(("n_entries", "n_tokens"), [(1, 64), (21, 64), (1000, 4), (49_152, 1)])
+def test_chunks_have_a_bounded_number_of_entries(n_entries: int, n_tokens: int) -> None:
+    given = [None, dict.fromkeys(range(n_entries), Logprob(-1.0))]
+    assert tokens_per_chunk(given, 64) == n_tokens
+    assert tokens_per_chunk(given[:1], 64) == tokens_per_chunk([], 64) == 64
+
+
+@pytest.mark.parametrize("body", [{"prompt_logprobs": -1}, {"echo": True, "logprobs": -1}])
+async def test_chunks_join_to_the_whole_list(
+    engine: FakeService, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    engine.config = Config(max_logprobs=-1)
+    for url in (COMPLETIONS, CHAT) if "echo" not in body else (COMPLETIONS,):
+        responses = []
+        for n_entries in (1, 10**6):
+            monkeypatch.setattr("llaisys.server.logprobs.ENTRIES_PER_CHUNK", n_entries)
+            whole = (await client.post(url, json={**BODIES[url], **body, "request_id": "a"})).json()
+            responses.append({**whole, "created": 0})
+        assert responses[0] == responses[1]

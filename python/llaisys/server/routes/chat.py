@@ -24,6 +24,7 @@ from llaisys.server.completion_builder import (
     prompt_logprobs,
 )
 from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.logprobs import tokens_per_chunk
 from llaisys.server.protocol import (
     CHAT_NEUTRAL,
     BodyRoute,
@@ -209,8 +210,9 @@ class ChatCompletionBuilder:
         """Yield the prompt's logprobs, if requested, then for each changed choice the chunks of its deltas
         and one with its finish reason."""
         given = delta.prompt_logprobs or ()
-        for at in range(0, len(given), ECHO_TOKENS):
-            yield {"prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+        step = tokens_per_chunk(given, ECHO_TOKENS)
+        for at in range(0, len(given), step):
+            yield {"prompt_logprobs": prompt_logprobs(given[at : at + step])}
         for output in delta.outputs:
             yield from self._choice_chunks(output)
 

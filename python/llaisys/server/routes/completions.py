@@ -25,6 +25,7 @@ from llaisys.server.completion_builder import (
     prompt_logprobs,
 )
 from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.logprobs import tokens_per_chunk
 from llaisys.server.protocol import (
     COMPLETION_NEUTRAL,
     BodyRoute,
@@ -183,8 +184,9 @@ class TextCompletionBuilder:
             if self._echoes and self._options.n_top is not None:
                 self._echoed[index] = given
             if self._options.prompt_logprobs:
-                for at in range(0, len(given), ECHO_TOKENS):
-                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+                step = tokens_per_chunk(given, ECHO_TOKENS)
+                for at in range(0, len(given), step):
+                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + step])}
         for output in delta.outputs:
             for choice in self._choice_chunks(index, delta.prompt_token_ids, output):
                 yield self._chunk_builder.chunk(choice)
@@ -225,8 +227,9 @@ class TextCompletionBuilder:
             yield {"text": echo.text}
             return
         given = self._echoed[prompt]
-        for at in range(0, len(ids), ECHO_TOKENS):
-            until = at + ECHO_TOKENS
+        step = tokens_per_chunk(given, ECHO_TOKENS)
+        for at in range(0, len(ids), step):
+            until = at + step
             made = logprobs.delta(ids[at:until], given[at:until], echo.first_token)
             yield {"text": "" if at else echo.text, "logprobs": made}
         first = prompt * self._options.n
