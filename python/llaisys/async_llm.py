@@ -409,9 +409,8 @@ class AsyncLLM(AsyncText):
         if request_id in self._collectors:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         self._engine.acquire()
-        # The logprobs of one token may exceed the bound of the collector if they have their own.
-        is_bounded = 0 <= (params.logprobs or 0) <= LOGPROBS_FREE
-        collector = self._collectors[request_id] = RequestOutputCollector(is_bounded=is_bounded)
+        merges = 0 <= (params.logprobs or 0) <= LOGPROBS_FREE
+        collector = self._collectors[request_id] = RequestOutputCollector(merges=merges)
         self._unsubmitted[request_id] = False
         self._reader_lags.pop(request_id, None)
         return collector
