@@ -32,6 +32,7 @@ from llaisys.errors import (
     RequestFailedError,
 )
 from llaisys.model_info import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
+from llaisys.sampling_params import ALL_LOGPROBS, TOKENS_MAX
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, Gpu, Progress, SamplerSpec
@@ -398,9 +399,16 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
         "choice": request.index,
-        "top_logprobs": -1 if params.logprobs is None else params.logprobs,
-        "prompt_logprobs": (params.prompt_logprobs or 0) if request.wants_prompt_logprobs else -1,
+        "top_logprobs": _n_logprobs(params.logprobs),
+        "prompt_logprobs": _n_logprobs(params.prompt_logprobs) if request.wants_prompt_logprobs else -1,
     }
+
+
+def _n_logprobs(requested: int | None) -> int:
+    """Return the core's value: -1 turns logprobs off, and the vocabulary limits a larger number."""
+    if requested is None:
+        return -1
+    return TOKENS_MAX if requested == ALL_LOGPROBS else requested
 
 
 def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:

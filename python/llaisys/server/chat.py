@@ -19,6 +19,7 @@ from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of, note_request
 from llaisys.server.completion_builder import CompletionBuilder, CompletionMeta, check_response_size
+from llaisys.server.logprobs import resolve_logprobs
 from llaisys.server.protocol import (
     ResponseOptions,
     engine_id,
@@ -115,6 +116,7 @@ async def prepare_chat(
     `id_prefix`: begins the id of the response. `raw_prompt`: used in place of the rendered messages. Raises
     RejectedError or UnsupportedError naming a field of `body`.
     """
+    resolve_logprobs(body, engine)
     model = served_name(engine, body.model)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
     tools = tool_use(body, engine)

@@ -1,35 +1,26 @@
-"""Reads requests: the JSON body, the meaning of its fields, and the sampling parameters.
-
-There are four kinds of fields; null always means absent:
-
-- supported: typed in `request_schemas.py`.
-- without effect: `NO_EFFECT`.
-- known but not supported: `NEUTRAL`, accepted with null or a neutral value, otherwise a 400 that names it.
-- unknown: accepted and named in the header `x-llaisys-ignored-fields`; a 400 with `--strict-fields`.
-"""
+"""Reads requests: the JSON body, its options for the engine, and the sampling parameters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.body import InvalidField, parse_body
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from llaisys.server.access_log import ignored_headers
+from llaisys.server.fields import ignored_fields
 from llaisys.server.http_errors import ApiError, to_api_error
 from llaisys.server.request_schemas import (
     CACHE_SALT_CHARS_MAX,
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -39,92 +30,9 @@ from llaisys.server.request_schemas import (
 from llaisys.server.state import state_of
 from llaisys.session_client import check_name
 
-IGNORED_NAMES_MAX = 64
 # Maximum choices of one prompt over HTTP.
 N_MAX = 8
 PRIORITY_MAX = 2**31 - 1
-
-# Hints and metadata of OpenAI's platform, which do not change a response.
-NO_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "stream_options.include_obfuscation",
-        "client_metadata",
-        # As in vLLM with a fast tokenizer, special tokens never have spaces between them.
-        "spaces_between_special_tokens",
-    }
-)
-
-# Unsupported fields of OpenAI's or vLLM's API -> values without effect (null is always accepted).
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "logprob_token_ids": ([],),
-    "logits_processors": ([],),
-    "truncation_side": ("left",),
-    "return_prompt_text": (False,),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-    "repetition_detection": (),
-    "thinking_token_budget": (),
-    "stream_interval": (1,),
-}
-
-CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL,
-    "best_of": (1,),
-    "moderation": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
-    "verbosity": ("medium",),
-    "documents": ([],),
-    "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}
-
-COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL,
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
-
-MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "container": (),
-    "mcp_servers": ([],),
-    "output_format": (),
-}
-
-EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "messages": (),
-    "embed_dtype": ("float32",),
-    "endianness": ("little", "native"),
-    "normalize": (True,),
-    "use_activation": (True,),
-    "truncation_side": ("left",),
-    "session_id": ("",),
-}
-
-TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}
 
 # Sampling fields with the same name and meaning in requests and in SamplingParams.
 _SAME = (
@@ -306,46 +214,6 @@ def usage_options(request: GenerationRequest) -> UsageOptions:
     return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def ignored_fields(
-    request: BaseModel,
-    neutral: Mapping[str, tuple[Any, ...]],
-    strict: bool,
-    no_effect: Collection[str] = NO_EFFECT,
-) -> list[str]:
-    """Return the names of unknown fields, up to 64. A field of an object has the name `object.field`.
-
-    Raises UnsupportedError for an unsupported field whose value has an effect, and ApiError for an unknown
-    field if `strict`.
-    """
-    extra = dict(request.model_extra or {})
-    for field in type(request).model_fields:
-        inner = getattr(request, field)
-        if isinstance(inner, Body):
-            extra |= {f"{field}.{name}": value for name, value in (inner.model_extra or {}).items()}
-    unknown = []
-    for name, value in extra.items():
-        if name in neutral:
-            if value is not None and value not in neutral[name]:
-                raise UnsupportedError(_unsupported_text(name, neutral[name]), param=name)
-        elif name not in no_effect:
-            unknown.append(name)
-    names = [_printable(name) for name in unknown[:IGNORED_NAMES_MAX]]
-    if names and strict:
-        raise ApiError(400, f"Unknown field: {names[0]}.", code="unknown_parameter", param=names[0])
-    return names
-
-
-def _unsupported_text(name: str, neutral: tuple[Any, ...]) -> str:
-    allowed = f"; leave it out or send {neutral[0]!r}" if neutral else "; leave it out"
-    return f"{name} is not supported by this server{allowed}"
-
-
-def _printable(name: str) -> str:
-    """Return a client's field name in a form that is safe in a header and a log line."""
-    safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64])
-    return safe or "?"
-
-
 def prediction_text(prediction: Mapping[str, Any]) -> str:
     """Return the text of OpenAI's `prediction`. Raises RejectedError naming the field."""
     if prediction.get("type") != "content":
@@ -372,7 +240,7 @@ def sampling_params(
 
     `max_tokens`: the default of the endpoint.
     """
-    values: dict[str, Any] = dict(defaults)
+    values: dict[str, Any] = {**defaults, "output_kind": RequestOutputKind.DELTA}
     values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     for i, stop in enumerate([request.stop] if isinstance(request.stop, str) else request.stop or ()):

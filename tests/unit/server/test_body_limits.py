@@ -176,8 +176,8 @@ async def test_with_a_full_queue_no_body_is_read(
     engine.full, other.full = QueueFullError("x", retry_after_s=1000), QueueFullError("x", retry_after_s=20)
     for path in sorted(QUEUEING):
         rejected = await client.post(path, content=unread())
-        error = rejected.json()["error"]
-        assert (rejected.status_code, error["code"]) == (429, "server_overloaded")
+        assert rejected.status_code == 429
+        assert rejected.json()["error"], "in the format of the path's protocol"
         assert 16 <= int(rejected.headers["retry-after"]) <= 24, "the soonest time, within 20 % jitter"
     too_large = await client.post("/v1/completions", content=b"x" * 101)
     assert too_large.status_code == 413

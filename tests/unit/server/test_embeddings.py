@@ -15,7 +15,7 @@ from openai.types import embedding_create_params
 from fakes.service import Call, FakeService
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
-from llaisys.server.protocol import EMBEDDING_NEUTRAL, NO_EFFECT
+from llaisys.server.fields import EMBEDDING_NEUTRAL, NO_EFFECT
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.routes.embeddings import CONCURRENT_INPUTS_MAX, INPUTS_MAX
 

@@ -19,7 +19,8 @@ from openai.types.chat import completion_create_params as openai_chat
 from fakes.service import Call, FakeService, Piece
 from llaisys.errors import RejectedError
 from llaisys.sampling_params import StructuredOutputsParams as Spec
-from llaisys.server.protocol import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT, engine_options
+from llaisys.server.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT
+from llaisys.server.protocol import engine_options
 from llaisys.server.request_schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 from sse import chunks
 

@@ -11,7 +11,7 @@ import pytest
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
-from llaisys.server.protocol import NO_EFFECT
+from llaisys.server.fields import NO_EFFECT
 from llaisys.server.state import ServerState
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.sampling_params import StructuredOutputsParams as Spec
-from llaisys.server.protocol import NO_EFFECT
+from llaisys.server.fields import NO_EFFECT
 from llaisys.server.request_schemas import MESSAGES_MAX
 from llaisys.server.responses.input import RESPONSES_NEUTRAL
 from llaisys.server.responses.schemas import ResponsesRequest

@@ -21,8 +21,10 @@ from llaisys.server.completion_builder import (
     chat_logprobs,
     prompt_logprobs,
 )
+from llaisys.server.fields import CHAT_NEUTRAL
 from llaisys.server.http_errors import ApiError, error_responses, to_json
-from llaisys.server.protocol import CHAT_NEUTRAL, BodyRoute, engine_of
+from llaisys.server.logprobs import tokens_per_chunk
+from llaisys.server.protocol import BodyRoute, engine_of
 from llaisys.server.request_schemas import ChatCompletionRequest
 from llaisys.server.response_body import CHOICE_BYTES, ChatChoiceBuilder, Json, JsonList, Part, join_parts
 from llaisys.server.response_schemas import ChatCompletion, one_or_stream
@@ -118,8 +120,9 @@ class ChatCompletionBuilder:
         """Yield the prompt's logprobs, if requested, then for each changed choice the chunks of its deltas
         and one with its finish reason."""
         given = delta.prompt_logprobs or ()
-        for at in range(0, len(given), ECHO_TOKENS):
-            yield {"prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+        step = tokens_per_chunk(given, ECHO_TOKENS)
+        for at in range(0, len(given), step):
+            yield {"prompt_logprobs": prompt_logprobs(given[at : at + step])}
         for output in delta.outputs:
             yield from self._choice_chunks(output)
 

@@ -24,9 +24,10 @@ from llaisys.server.completion_builder import (
     check_response_size,
     prompt_logprobs,
 )
+from llaisys.server.fields import COMPLETION_NEUTRAL
 from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.logprobs import resolve_logprobs, tokens_per_chunk
 from llaisys.server.protocol import (
-    COMPLETION_NEUTRAL,
     BodyRoute,
     ResponseOptions,
     engine_id,
@@ -57,6 +58,7 @@ router = APIRouter(route_class=BodyRoute)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generate the choices of each prompt, as a stream or as one object."""
     engine, headers = engine_of(request, body, COMPLETION_NEUTRAL)
+    resolve_logprobs(body, engine)
     model = served_name(engine, body.model)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
     client_id = client_id_of(request)
@@ -187,8 +189,9 @@ class TextCompletionBuilder:
             if self._echoes and self._options.n_top is not None:
                 self._echoed[index] = given
             if self._options.prompt_logprobs:
-                for at in range(0, len(given), ECHO_TOKENS):
-                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+                step = tokens_per_chunk(given, ECHO_TOKENS)
+                for at in range(0, len(given), step):
+                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + step])}
         for output in delta.outputs:
             if output.finish_reason is not None:
                 self.finish_reasons.add(output.finish_reason)
@@ -231,8 +234,9 @@ class TextCompletionBuilder:
             yield {"text": echo.text}
             return
         given = self._echoed[prompt]
-        for at in range(0, len(ids), ECHO_TOKENS):
-            until = at + ECHO_TOKENS
+        step = tokens_per_chunk(given, ECHO_TOKENS)
+        for at in range(0, len(ids), step):
+            until = at + step
             made = logprobs.delta(ids[at:until], given[at:until], echo.first_token)
             yield {"text": "" if at else echo.text, "logprobs": made}
         first = prompt * self._options.n

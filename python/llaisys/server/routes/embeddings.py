@@ -19,16 +19,9 @@ from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of
 from llaisys.server.completion_builder import CompletionMeta, Usage, check_embeddings_size
+from llaisys.server.fields import EMBEDDING_NEUTRAL
 from llaisys.server.http_errors import ApiError, error_responses, to_json
-from llaisys.server.protocol import (
-    EMBEDDING_NEUTRAL,
-    BodyRoute,
-    engine_id,
-    engine_of,
-    engine_options,
-    field_names,
-    served_name,
-)
+from llaisys.server.protocol import BodyRoute, engine_id, engine_of, engine_options, field_names, served_name
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Json, Part, join_parts
 from llaisys.server.response_schemas import EmbeddingList

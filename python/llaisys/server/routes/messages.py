@@ -15,6 +15,7 @@ from llaisys.outputs import CompletionOutput, RequestOutput
 from llaisys.server.access_log import request_id_of
 from llaisys.server.chat import Chat, prepare_chat, prompt_of
 from llaisys.server.completion_builder import Usage
+from llaisys.server.fields import MESSAGES_NEUTRAL
 from llaisys.server.http_errors import (
     ANTHROPIC_OVERLOADED,
     COMMON_STATUSES,
@@ -26,7 +27,7 @@ from llaisys.server.http_errors import (
 )
 from llaisys.server.messages_schemas import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from llaisys.server.messages_translation import chat_request, messages_field_names
-from llaisys.server.protocol import MESSAGES_NEUTRAL, BodyRoute, engine_of
+from llaisys.server.protocol import BodyRoute, engine_of
 from llaisys.server.request_schemas import ChatCompletionRequest
 from llaisys.server.response_body import Json, Part, join_parts
 from llaisys.server.response_schemas import one_or_stream

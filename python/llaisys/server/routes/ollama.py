@@ -18,6 +18,7 @@ from llaisys.outputs import RequestOutput
 from llaisys.server.access_log import ignored_headers
 from llaisys.server.chat import Chat, prepare_chat
 from llaisys.server.completion_builder import Usage, chat_logprobs
+from llaisys.server.fields import ignored_fields
 from llaisys.server.http_errors import (
     COMMON_STATUSES,
     ApiError,
@@ -35,14 +36,15 @@ from llaisys.server.ollama_schemas import (
     OllamaGenerateRequest,
     object_or_lines,
 )
-from llaisys.server.protocol import BodyRoute, field_names, ignored_fields
+from llaisys.server.protocol import BodyRoute, field_names
 from llaisys.server.request_schemas import OpenRequest
 from llaisys.server.response_body import Json, JsonList, JsonText, Part
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.stream_writer import StreamFormat
 
 TAG = ":latest"
-OLLAMA_ERRORS = error_responses(*COMMON_STATUSES, 404, 499, model=OllamaErrorAnswer)
+OLLAMA_ERRORS = error_responses(*COMMON_STATUSES, 404, model=OllamaErrorAnswer)
+GENERATION_ERRORS = {**OLLAMA_ERRORS, **error_responses(499, model=OllamaErrorAnswer)}
 NDJSON = StreamFormat("application/x-ndjson", lambda chunk: to_json(chunk) + b"\n", ping=b"", terminator=b"")
 
 router = APIRouter(route_class=BodyRoute)
@@ -61,7 +63,7 @@ def find_model(state: ServerState, name: str | None) -> tuple[AsyncLLM, str]:
     return state.serving(known), given
 
 
-@router.post("/api/chat", responses={**OLLAMA_ERRORS, **object_or_lines(OllamaChatAnswer)})
+@router.post("/api/chat", responses={**GENERATION_ERRORS, **object_or_lines(OllamaChatAnswer)})
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
     """Generate the next message of a chat, by default as a stream of JSON lines.
 
@@ -73,7 +75,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
     return await _generated(request, engine, name, body, headers)
 
 
-@router.post("/api/generate", responses={**OLLAMA_ERRORS, **object_or_lines(OllamaGenerateAnswer)})
+@router.post("/api/generate", responses={**GENERATION_ERRORS, **object_or_lines(OllamaGenerateAnswer)})
 async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
     """Generate the completion of a prompt: the answer to a user message, or with `raw` of the text itself."""
     engine, name, headers = model_of(request, body)

@@ -13,8 +13,9 @@ from llaisys.errors import ContextLengthError, RejectedError
 from llaisys.outputs import RequestOutput
 from llaisys.server.access_log import client_id_of, ignored_headers
 from llaisys.server.chat import Chat
+from llaisys.server.fields import ignored_fields
 from llaisys.server.http_errors import ApiError, error_responses, to_json
-from llaisys.server.protocol import BodyRoute, ignored_fields
+from llaisys.server.protocol import BodyRoute
 from llaisys.server.request_schemas import REVISION_MAX
 from llaisys.server.response_body import Json
 from llaisys.server.response_schemas import one_or_stream
