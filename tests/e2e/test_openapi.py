@@ -75,6 +75,7 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"),
         *(f"{server.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--no-color"),
+        *("-H", f"x-api-key: {KEY}"),
         *("--seed", str(SEED), "--max-examples", str(N_EXAMPLES), "--generation-database", "none"),
         *("--suppress-health-check", "all", "--warnings", "off"),
     ]
