@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from llaisys.config import Config
@@ -28,8 +28,8 @@ from llaisys.lazy_engine import LazyEngine
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.output_collector import COLLECTOR_BYTES_MAX, RequestOutputCollector
+from llaisys.output_formats import OutputFormats
 from llaisys.output_handler import OutputHandler
-from llaisys.output_parts import OutputParser
 from llaisys.output_processor import OutputProcessor, aborted_output
 from llaisys.outputs import FinishReason, RequestId, RequestOutput
 from llaisys.prompt import tokenize_bad_words, truncate_prompt
@@ -37,9 +37,7 @@ from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.session_client import SessionClient
 from llaisys.session_info import SessionInfo
 from llaisys.stats import EngineStats, RequestStats, ServiceStats
-from llaisys.text.reasoning import CompletionParser
 from llaisys.text.tokenizer_pool import AsyncTokenizer, TokenizerPool
-from llaisys.text.tool_calls import ToolFormat, tool_grammar, tool_parser
 from llaisys.timeline import Timeline, with_reader_lags
 
 __all__ = ["AsyncLLM", "ServiceStats"]
@@ -64,6 +62,7 @@ class AsyncLLM:
         self._config = config
         self._model = model
         self._processor = OutputProcessor(model.tokenizer)
+        self._output_formats = OutputFormats.of(config, model.template, model.tokenizer)
         self._grammar_compiler = model.grammar_compiler()
         self._grammar_trials = GrammarTrials(self._grammar_compiler.tokenizer)
         self._async_tokenizer: AsyncTokenizer | None = None  # None: tokenize in threads of this process
@@ -143,6 +142,11 @@ class AsyncLLM:
     def pooling(self) -> Pooling:
         """How embeddings are pooled. Raises UnsupportedError if the model needs an unsupported pooling."""
         return self._model.embedding_pooling()
+
+    @property
+    def output_formats(self) -> OutputFormats:
+        """How the model marks tool calls and reasoning in a completion."""
+        return self._output_formats
 
     @property
     def sessions(self) -> SessionClient:
@@ -271,32 +275,6 @@ class AsyncLLM:
         QueueFullError if too many grammars of the client wait.
         """
         await self._grammar_trials.check(spec, client_id)
-
-    def tool_grammar(
-        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
-    ) -> StructuredOutputsParams:
-        """Return the grammar of a completion that calls tools, once or, with `parallel`, several times.
-
-        `tools`: name -> JSON schema of the arguments. The format is that of `tool_call_parser`, by default
-        hermes.
-        """
-        return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
-
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser | None:
-        """Return a parser of one choice for reasoning, content and calls of these tools.
-
-        None if there is nothing to parse, so that the whole completion is content.
-
-        A completion under a grammar has no reasoning.
-        """
-        reasoning = None if params.structured_outputs is not None else self._config.reasoning_parser
-        if reasoning is None and not tools:
-            return None
-        return CompletionParser(reasoning, tool_parser(self._tool_format, tools) if tools else None)
-
-    @property
-    def _tool_format(self) -> ToolFormat:
-        return self._config.tool_call_parser or "hermes"
 
     def max_prompt_tokens(self, params: SamplingParams) -> int | None:
         """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""

@@ -115,6 +115,11 @@ class Tokenizer:
         """Use the tokenizer once, so that no request waits for the state that its first use builds."""
         self.decode(self.encode("Hello, world", add_special_tokens=True), True)
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token with this text in the vocabulary, or None."""
+        id: int | None = self._backend.token_to_id(text)
+        return id
+
     def is_special(self, id: int) -> bool:
         """Return True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
         return id in self._special
