@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from llaisys.async_text import AsyncText
@@ -31,8 +31,8 @@ from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.model_tokenizer import ModelTokenizer
 from llaisys.output_collector import COLLECTOR_BYTES_MAX, RequestOutputCollector
+from llaisys.output_formats import OutputFormats
 from llaisys.output_handler import OutputHandler
-from llaisys.output_parts import CompletionOutputParser
 from llaisys.output_processor import OutputAccumulator, OutputProcessor, aborted_output, empty_output
 from llaisys.outputs import FinishReason, RequestId, RequestOutput
 from llaisys.prompt import Prompt, read_prompt, tokenize_bad_words
@@ -40,9 +40,7 @@ from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.session_client import SessionClient
 from llaisys.session_info import SessionInfo
 from llaisys.stats import EngineStats, RequestStats, ServiceStats
-from llaisys.text.reasoning import CompletionParser
 from llaisys.text.tokenizer_pool import TokenizerPool
-from llaisys.text.tool_calls import ToolFormat, tool_grammar, tool_parser
 from llaisys.timeline import Timeline, with_reader_lags
 from llaisys.vllm_arguments import refuse
 
@@ -67,6 +65,7 @@ class AsyncLLM(AsyncText):
         """Initialize the state without loading; use `start` instead."""
         super().__init__(config, model)
         self._processor = OutputProcessor(model.tokenizer)
+        self._output_formats = OutputFormats.of(config, model.template, model.tokenizer)
         self._grammar_compiler = model.grammar_compiler()
         self._grammar_trials = GrammarTrials(self._grammar_compiler.tokenizer)
         self._collectors: dict[RequestId, RequestOutputCollector] = {}
@@ -145,6 +144,11 @@ class AsyncLLM(AsyncText):
     def pooling(self) -> Pooling:
         """How embeddings are pooled. Raises UnsupportedError if the model needs an unsupported pooling."""
         return self._model.embedding_pooling()
+
+    @property
+    def output_formats(self) -> OutputFormats:
+        """How the model marks tool calls and reasoning in a completion."""
+        return self._output_formats
 
     @property
     def sessions(self) -> SessionClient:
@@ -253,32 +257,6 @@ class AsyncLLM(AsyncText):
         QueueFullError if too many grammars of the client wait.
         """
         await self._grammar_trials.check(spec, client_id)
-
-    def tool_grammar(
-        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
-    ) -> StructuredOutputsParams:
-        """Return the grammar of a completion that calls tools, once or, with `parallel`, several times.
-
-        `tools`: name -> JSON schema of the arguments. The format is that of `tool_call_parser`, by default
-        hermes.
-        """
-        return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
-
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> CompletionOutputParser | None:
-        """Return a parser of one choice for reasoning, content and calls of these tools.
-
-        None if there is nothing to parse, so that the whole completion is content.
-
-        A completion under a grammar has no reasoning.
-        """
-        reasoning = None if params.structured_outputs is not None else self._config.reasoning_parser
-        if reasoning is None and not tools:
-            return None
-        return CompletionParser(reasoning, tool_parser(self._tool_format, tools) if tools else None)
-
-    @property
-    def _tool_format(self) -> ToolFormat:
-        return self._config.tool_call_parser or "hermes"
 
     def abort(self, request_id: RequestId) -> None:
         """Cancel a request; its stream ends with finish reason `abort`. Unknown ids are ignored."""

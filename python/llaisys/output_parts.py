@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+# How a completion marks its reasoning: it begins inside it (`deepseek_r1`), or may open it with `<think>`.
+ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
+
 
 @dataclass(frozen=True, slots=True)
 class Content:

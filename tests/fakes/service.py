@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fakes import core
+from fakes import core, text
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
 from llaisys.model_info import ModelInfo, Pooling
-from llaisys.output_parts import CompletionOutputParser
+from llaisys.output_formats import OutputFormats
 from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
-from llaisys.text.reasoning import CompletionParser
-from llaisys.text.tool_calls import tool_grammar, tool_parser
+from llaisys.text.chat_template import ChatTemplate
 
 FIRST_ID = 100
 STATS = ServiceStats(
@@ -109,6 +108,7 @@ class FakeService:
     full: QueueFullError | None = None
     n_beats: int = 0
     config: Config = field(default_factory=Config)
+    template: ChatTemplate | None = None
     grammar_error: Exception | None = None
     embedding_error: LlaisysError | None = None
     n_open: int = 0
@@ -169,13 +169,9 @@ class FakeService:
         if self.grammar_error is not None:
             raise self.grammar_error
 
-    def tool_grammar(
-        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
-    ) -> StructuredOutputsParams:
-        return StructuredOutputsParams(grammar=tool_grammar("hermes", tools, parallel=parallel))
-
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> CompletionOutputParser:  # noqa: ARG002 -- as above
-        return CompletionParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
+    @property
+    def output_formats(self) -> OutputFormats:
+        return OutputFormats.of(self.config, self.template, text.tokenizer())
 
     async def prompt_ids(
         self,

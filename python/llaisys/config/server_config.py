@@ -29,17 +29,20 @@ class ServedModelConfig(BaseModel):
         "free memory between uses",
     )
     enable_auto_tool_choice: bool = Field(
-        False, description="let the model decide when to call a tool; needs tool_call_parser"
+        False,
+        description="accepted for compatibility, without effect: a model may always decide to call a tool",
     )
-    tool_call_parser: Literal["hermes", "llama3_json"] | None = Field(
+    tool_call_parser: (
+        Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek"] | None
+    ) = Field(
         None,
-        description="format in which the model writes tool calls (default: none are parsed); Qwen models use "
-        "hermes",
+        description="format in which the model writes tool calls (default: the one that its chat template "
+        "shows); set it if tool_choice auto is refused or calls stay in the content",
     )
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None,
-        description="format in which the model marks its reasoning (default: it is not separated); "
-        "deepseek_r1 starts with reasoning, qwen3 may open it with <think>",
+        description="format in which the model marks its reasoning (default: by chat template and the end "
+        "of the prompt); deepseek_r1 starts with reasoning, qwen3 may open it with <think>",
     )
 
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.errors import RejectedError
+from llaisys.output_parts import ReasoningFormat
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of, note_request
@@ -58,11 +59,12 @@ class Chat:
     options: ResponseOptions
     client_id: str
     _tools: ToolUse
+    _reasoning: ReasoningFormat | None
     _engine_kwargs: Mapping[str, Any]
 
     def new_parser(self) -> ChoiceParser:
         """Return a parser for the text of one choice."""
-        parser = self.engine.output_parser(self.params, self._tools.names)
+        parser = self.engine.output_formats.parser(self.params, self._tools.schemas, self._reasoning)
         return ChoiceParser(parser, only_first=self._tools.only_first)
 
     def within_context(self) -> Chat:
@@ -122,6 +124,8 @@ async def prepare_chat(
     tools = tool_use(body, engine)
     client_id = client_id_of(request)
     params = await with_compiled_grammar(engine, params, tools.grammar, client_id)
+    if tools.schemas:
+        params = engine.output_formats.tool_params(params)
     note_request(request, model, params)
     options = response_options(body, params)
     meta = CompletionMeta.new(id_prefix, model, body.request_id)
@@ -134,7 +138,8 @@ async def prepare_chat(
     else:
         prompt = await engine.prompt_ids(raw_prompt, params)
     check_response_size(state.response_bytes.bytes_max, [len(prompt)], params, options, is_chat=True)
-    return Chat(meta, engine, params, prompt, options, client_id, tools, engine_kwargs)
+    reasoning = engine.output_formats.reasoning_of(prompt)
+    return Chat(meta, engine, params, prompt, options, client_id, tools, reasoning, engine_kwargs)
 
 
 async def prompt_of(

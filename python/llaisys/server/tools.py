@@ -130,13 +130,14 @@ class ToolUse:
     """The tools of a request.
 
     - `shown`: the tools for the chat template; None without tools.
-    - `names`: functions whose calls are parsed from the output; empty: no calls are parsed.
+    - `schemas`: functions whose calls are parsed from the output, with the JSON schemas of their arguments.
+      Empty: no calls are parsed.
     - `grammar`: the grammar of the output, for tool calls or as requested.
     - `only_first`: drop all tool calls except the first (`parallel_tool_calls: false`).
     """
 
     shown: list[Json] | None
-    names: frozenset[str]
+    schemas: Mapping[str, Json]
     grammar: GrammarRequest | None
     only_first: bool
 
@@ -148,31 +149,25 @@ def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
     schemas = _schemas(body.tools or [])
     mode, wanted = _choice(body.tool_choice, schemas)
     if mode == "none":  # without tools in the prompt, a model calls none
-        return ToolUse(None, frozenset(), grammar_request, only_first)
+        return ToolUse(None, {}, grammar_request, only_first)
     if mode == "auto":
-        config = engine.config
-        if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+        if engine.output_formats.tool is None:
             raise UnsupportedError(
-                "tool_choice auto needs a server with --enable-auto-tool-choice and --tool-call-parser; "
-                "send none, required or the name of a function",
+                "the model's chat template shows no known format of tool calls, so tool_choice auto needs a "
+                "server with --tool-call-parser; send none, required or the name of a function",
                 param="tool_choice",
             )
-        return ToolUse(
-            body.tools,
-            frozenset(schemas) if grammar_request is None else frozenset(),
-            grammar_request,
-            only_first,
-        )
+        return ToolUse(body.tools, schemas if grammar_request is None else {}, grammar_request, only_first)
     if grammar_request is not None:
         raise RejectedError(
             f"tool_choice and {grammar_request.field} exclude each other", param="tool_choice"
         )
     try:
-        spec = engine.tool_grammar(wanted, parallel=mode == "required" and not only_first)
+        spec = engine.output_formats.tool_grammar(wanted, parallel=mode == "required" and not only_first)
     except RejectedError as e:
         raise with_param(e, "tools") from e
     grammar = GrammarRequest(spec, "tools")
-    return ToolUse(body.tools, frozenset(wanted), grammar, only_first)
+    return ToolUse(body.tools, wanted, grammar, only_first)
 
 
 def checked_tools(tools: list[Json] | None) -> list[Json] | None:

@@ -65,6 +65,11 @@ class ChatTemplate:
         self._knows_developer = any("developer" in text for text in source.texts.values())
         self.source = source
 
+    @property
+    def text(self) -> str:
+        """The texts of all templates."""
+        return "\n".join(self.source.texts.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -17,7 +17,7 @@ from llaisys.sampling_params import StructuredOutputsParams
 from llaisys.text.reasoning import CompletionParser
 from llaisys.text.tool_calls import CALLS_MAX, ToolFormat, tool_grammar, tool_parser
 
-NAMES = ("weather", "add")
+NAMES: dict[str, dict[str, object]] = {"weather": {}, "add": {}}
 WEATHER = ToolCall("weather", '{"city": "Genf é😀"}')
 ADD = ToolCall("add", '{"a": 1, "b": [2]}')
 C, R = Content, Reasoning
@@ -266,7 +266,7 @@ def test_the_parser_accepts_what_the_grammar_produces(grammars: GrammarCompiler,
     text = between.join(written(format, call) for call in calls)
     assert takes(grammars, several, text)
     assert not takes(grammars, one, text)
-    assert parsed(tool_parser(format, list(SCHEMAS)), [text]) == calls  # type: ignore[arg-type]
+    assert parsed(tool_parser(format, SCHEMAS), [text]) == calls  # type: ignore[arg-type]
     n_many = between.join([written(format, calls[2])] * (CALLS_MAX + 1))
     assert not takes(grammars, several, n_many)
 

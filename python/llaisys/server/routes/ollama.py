@@ -100,9 +100,10 @@ async def _generated(
     headers: Mapping[str, str],
 ) -> Response:
     """Return the response that generates a message or a completion."""
-    if body.think and engine.config.reasoning_parser is None:
+    if body.think and not engine.output_formats.has_reasoning:
         raise UnsupportedError(
-            f"think: {name} has no reasoning parser (--reasoning-parser); leave think out", param="think"
+            f"think: the chat template of {name} shows no reasoning; leave it out, or set --reasoning-parser",
+            param="think",
         )
     is_chat = isinstance(body, OllamaChatRequest)
     raw = body.prompt if isinstance(body, OllamaGenerateRequest) and body.raw else None

@@ -114,9 +114,8 @@ def _details(engine: AsyncLLM) -> Json:
 
 def _capabilities(engine: AsyncLLM) -> list[str]:
     """Return what requests may ask of a model, by Ollama's names."""
-    config = engine.config
-    has_tools = config.enable_auto_tool_choice and config.tool_call_parser is not None
-    optional = {"tools": has_tools, "thinking": config.reasoning_parser is not None}
+    formats = engine.output_formats
+    optional = {"tools": formats.tool is not None, "thinking": formats.has_reasoning}
     return ["completion", *(name for name, given in optional.items() if given), "embedding"]
 
 
