@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -19,7 +19,7 @@ from llaisys.async_text import AsyncText
 from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine_output import EngineOutput
-from llaisys.engine.limits import LOGPROBS_FREE
+from llaisys.engine.limits import LOGPROBS_FREE, LOGPROBS_OPEN_MAX, many_logprobs
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.start import start_engine
@@ -39,6 +39,7 @@ from llaisys.prompt import Prompt, read_prompt, tokenize_bad_words
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.session_client import SessionClient
 from llaisys.session_info import SessionInfo
+from llaisys.shares import Shares
 from llaisys.stats import EngineStats, RequestStats, ServiceStats
 from llaisys.text.tokenizer_pool import TokenizerPool
 from llaisys.timeline import Timeline, with_reader_lags
@@ -74,6 +75,8 @@ class AsyncLLM(AsyncText):
         # Intervals in which the readers of ended streams were late; one entry per timeline that the engine
         # keeps.
         self._reader_lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
+        # Open requests with many logprobs -> their client and number of entries.
+        self._logprobs: dict[RequestId, tuple[str, int]] = {}
         self._sessions = SessionClient(self._call_engine)
         self._output_handler = OutputHandler(asyncio.get_running_loop(), self._process_output)
         self._exits, self._n_clients = False, 1
@@ -220,6 +223,7 @@ class AsyncLLM(AsyncText):
             if self._unsubmitted.pop(request_id):
                 yield aborted_output(request_id, text, ids, params.n)
                 return
+            self._reserve_logprobs(request_id, client_id, many_logprobs(len(ids), params, client.limits))
             self._processor.add(request_id, text, ids, params)
             client.submit(
                 EngineRequest(
@@ -393,8 +397,27 @@ class AsyncLLM(AsyncText):
         self._reader_lags.pop(request_id, None)
         return collector
 
+    def _reserve_logprobs(self, request_id: RequestId, client_id: str, n_entries: int) -> None:
+        """Count the entries of a request until its stream is closed.
+
+        Raises QueueFullError if the open requests of all clients, or of this one, would have too many.
+        """
+        if not n_entries:
+            return
+        n_open: Counter[str] = Counter()
+        for client, n in self._logprobs.values():
+            n_open[client] += n
+        shares = Shares(LOGPROBS_OPEN_MAX, self._n_clients)
+        if n_open[client_id] and not shares.allows(n_open, client_id, n_entries):
+            raise QueueFullError(
+                f"open requests have {n_open.total()} logprobs, and this one {n_entries}; the limit is "
+                f"{shares.maximum}: try later, or request fewer"
+            )
+        self._logprobs[request_id] = client_id, n_entries
+
     def _close_stream(self, request_id: RequestId) -> None:
         """Release everything of a stream after its end, its error, or the end of its reader."""
+        self._logprobs.pop(request_id, None)
         self._unsubmitted.pop(request_id, None)
         if lags := self._collectors.pop(request_id).lags():
             self._reader_lags[request_id] = lags

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from fakes import core, text
 from llaisys import AsyncLLM, Config, RequestOutput, RequestOutputKind, SamplingParams, UnsupportedError
-from llaisys.errors import RejectedError
+from llaisys.errors import QueueFullError, RejectedError
 
 PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.usefixtures("fake_model")
@@ -99,6 +99,29 @@ async def test_logprobs_of_the_whole_vocabulary(service: AsyncLLM) -> None:
     steps = [output.outputs[0].logprobs or [] for output in outputs]
     assert [len(step) for step in steps] == [1] * 100
     assert all(step[0].keys() == {*range(core.VOCAB_SIZE)} for step in steps)
+
+
+async def test_the_logprobs_of_all_open_requests_are_bounded(
+    service: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = SamplingParams(temperature=0.0, max_tokens=100, logprobs=-1, prompt_logprobs=-1)
+    n_entries = (100 + len(PROMPT)) * (core.VOCAB_SIZE + 1)
+    monkeypatch.setattr("llaisys.async_llm.LOGPROBS_OPEN_MAX", n_entries - 1)
+    first = service.generate(PROMPT, many, "first")
+    await anext(first)  # a single request is always accepted
+    with pytest.raises(QueueFullError, match=f"open requests have {n_entries} logprobs"):
+        await anext(service.generate(PROMPT, many, "second"))
+    assert (await outputs_of(service, logprobs=20, prompt_logprobs=20))[-1].finished
+    await first.aclose()  # type: ignore[attr-defined]
+    assert [output async for output in service.generate(PROMPT, many, "third")][-1].finished
+    monkeypatch.setattr("llaisys.async_llm.LOGPROBS_OPEN_MAX", 2 * n_entries)
+    streams = [service.generate(PROMPT, many, f"{i}") for i in range(3)]
+    for stream in streams[:2]:
+        await anext(stream)
+    with pytest.raises(QueueFullError):
+        await anext(streams[2])
+    for stream in streams[:2]:
+        await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_reset_prefix_cache(service: AsyncLLM) -> None:

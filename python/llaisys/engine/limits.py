@@ -12,7 +12,7 @@ from pathlib import Path
 from llaisys.engine.request import EngineRequest
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.model_info import Pooling
-from llaisys.sampling_params import SamplingParams, count_logprobs
+from llaisys.sampling_params import ALL_LOGPROBS, SamplingParams, count_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,8 @@ class Limits:
 PROMPT_LOGPROBS_MAX = 1 << 17
 LOGPROBS_MAX = 1 << 20
 LOGPROBS_FREE = 20
+# Maximum such entries of all open requests of a server, prompts included; a client's only one may have more.
+LOGPROBS_OPEN_MAX = 1 << 22
 # If `max_logprobs` allows more, as many entries as this number of positions has.
 _LARGEST_POSITIONS = 32
 
@@ -209,6 +211,18 @@ def _check_logprobs(n_prompt: int, params: SamplingParams, limits: Limits) -> No
             "request fewer, or set a smaller max_tokens",
             param="logprobs",
         )
+
+
+def many_logprobs(n_prompt: int, params: SamplingParams, limits: Limits) -> int:
+    """Return the entries of `logprobs` and `prompt_logprobs`, each if it has more than LOGPROBS_FREE
+    candidates."""
+    n_output = params.n * (params.max_tokens or limits.max_model_len)
+    return sum(
+        n_tokens * (n_top + 1)
+        for requested, n_tokens in ((params.prompt_logprobs, n_prompt), (params.logprobs, n_output))
+        if requested is not None
+        and (n_top := limits.vocab_size if requested == ALL_LOGPROBS else requested) > LOGPROBS_FREE
+    )
 
 
 def _check_max(param: str, value: int, maximum: int, setting: str) -> None:
