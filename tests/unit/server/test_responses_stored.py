@@ -107,7 +107,7 @@ async def test_a_conversation_continues(engine: FakeService, alice: httpx.AsyncC
         {"role": "user", "content": "Add"},
         {
             "role": "assistant",
-            "content": None,
+            "content": "",
             "tool_calls": [
                 {"id": call["call_id"], "type": "function", "function": {"name": "add", "arguments": "{}"}}
             ],
