@@ -274,7 +274,7 @@ def one_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Return the schema of a 200: one object, or server-sent events with `stream`."""
     frame = {
         "type": "object",
-        "description": "each event: `data` is a chunk as JSON, and `[DONE]` in the last one",
+        "description": "each event: `data` is a chunk as JSON; completions end with `[DONE]`",
         "properties": {"data": {"type": "string"}},
         "required": ["data"],
     }

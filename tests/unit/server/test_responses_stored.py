@@ -107,7 +107,7 @@ async def test_a_conversation_continues(engine: FakeService, alice: httpx.AsyncC
         {"role": "user", "content": "Add"},
         {
             "role": "assistant",
-            "content": None,
+            "content": "",
             "tool_calls": [
                 {"id": call["call_id"], "type": "function", "function": {"name": "add", "arguments": "{}"}}
             ],
@@ -254,6 +254,11 @@ async def test_a_conversation_is_bounded_like_a_body(
         reply = await client.post(URL, json={"input": "Hi", "previous_response_id": second["id"]})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "previous_response_id")
         assert "max_body_bytes" in reply.json()["error"]["message"]
+        references = [{"type": "item_reference", "id": made["output"][0]["id"]} for made in (first, second)]
+        reply = await client.post(URL, json={"input": references})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input")
+        assert "max_body_bytes" in reply.json()["error"]["message"]
+        assert (await client.post(URL, json={"input": references[:1]})).status_code == 200
 
 
 # --- bounds of the store ---

@@ -121,6 +121,7 @@ class ResponseBuilder:
     def error_chunks(self, error: ApiError) -> list[Json]:
         """Return `response.failed` with the output so far, and with the error unless the response was
         canceled."""
+        self._completed_at = None
         if error.code == CANCELLED:
             self._status = CANCELLED
         else:

@@ -59,8 +59,8 @@ async def own_items(body: ResponsesRequest, request: Request) -> list[Json]:
     references = {str(item.get("id")) for item in items if item.get("type") == "item_reference"}
     if not references:
         return items
-    store = state_of(request).responses
-    found = {} if store is None else await store.items(client_id_of(request), [*references])
+    store, bytes_max = state_of(request).responses, state_of(request).config.max_body_bytes
+    found = {} if store is None else await store.items(client_id_of(request), sorted(references), bytes_max)
     return [
         _referenced(f"input[{i}]", str(item.get("id")), found)
         if item.get("type") == "item_reference"

@@ -312,8 +312,9 @@ class _Messages:
     def _assistant(self, *excluded: str) -> Json:
         """Return the last message if it is the assistant's and has none of these fields, or a new one."""
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") != "assistant" or any(last.get(name) is not None for name in excluded):
-            self.messages.append({"role": "assistant", "content": None})
+        if last.get("role") != "assistant" or any(last.get(name) for name in excluded):
+            # Not null: templates that know no tool calls join the content of every message.
+            self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
 
 

@@ -78,9 +78,12 @@ class ResponseStore:
         """
         return await self._file.reader.run(lambda db: _chain(db, owner, id, bytes_max))
 
-    async def items(self, owner: str, ids: Sequence[str]) -> Mapping[str, Json]:
-        """Return the items of these ids that the owner's responses have as input or output."""
-        return await self._file.reader.run(lambda db: _items(db, owner, ids))
+    async def items(self, owner: str, ids: Sequence[str], bytes_max: int) -> Mapping[str, Json]:
+        """Return the items of these ids that the owner's responses have as input or output.
+
+        Raises RejectedError if these responses have more than `bytes_max` bytes.
+        """
+        return await self._file.reader.run(lambda db: _items(db, owner, ids, bytes_max))
 
     async def add(self, owner: str, response: StoredResponse) -> None:
         """Add a response.
@@ -138,15 +141,28 @@ def _chain(db: sqlite3.Connection, owner: str, id: str, bytes_max: int) -> list[
     return found[::-1]
 
 
-def _items(db: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str, Json]:
+def _items(db: sqlite3.Connection, owner: str, ids: Sequence[str], bytes_max: int) -> dict[str, Json]:
     wanted, found = set(ids), dict[str, Json]()
+    n_bytes = 0
     for id in ids:
         if id in found:
             continue
         row = db.execute(
-            "SELECT response FROM items WHERE owner = ? AND id = ? LIMIT 1", (owner, id)
+            "SELECT responses.id, n_bytes FROM items JOIN responses "
+            "ON responses.owner = items.owner AND responses.id = response "
+            "WHERE items.owner = ? AND items.id = ? LIMIT 1",
+            (owner, id),
         ).fetchone()
-        stored = None if row is None else _get(db, owner, row[0])
+        if row is None:
+            continue
+        n_bytes += row[1]
+        if n_bytes > bytes_max:
+            raise RejectedError(
+                f"input refers to items of responses of more than {bytes_max} bytes (max_body_bytes); send "
+                "the items themselves",
+                param="input",
+            )
+        stored = _get(db, owner, row[0])
         if stored is not None:
             found |= {i["id"]: i for i in (*stored.input, *stored.body["output"]) if i["id"] in wanted}
     return found
