@@ -20,6 +20,7 @@ from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.chat_template import ChatTemplate
 
 FIRST_ID = 100
+TOKENIZER = text.tokenizer()
 STATS = ServiceStats(
     engine=EngineStats(
         num_running=2,
@@ -171,7 +172,7 @@ class FakeService:
 
     @property
     def output_formats(self) -> OutputFormats:
-        return OutputFormats.of(self.config, self.template, text.tokenizer())
+        return OutputFormats.of(self.config, self.template, TOKENIZER)
 
     async def prompt_ids(
         self,
