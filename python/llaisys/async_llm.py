@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from llaisys.async_text import AsyncText
-from llaisys.config import Config
+from llaisys.config import Config, package_version
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.limits import LOGPROBS_FREE, LOGPROBS_OPEN_MAX, many_logprobs
@@ -24,6 +24,7 @@ from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.start import start_engine
 from llaisys.engine.timeline import FINISHED_MAX
+from llaisys.engine.worker import available_isas, core_digest
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError, SlowReaderError
 from llaisys.grammar_trials import GrammarTrials
 from llaisys.lazy_engine import LazyEngine
@@ -142,6 +143,13 @@ class AsyncLLM(AsyncText):
     def default_sampling_params(self) -> dict[str, Any]:
         """SamplingParams fields that the model sets (such as `temperature`) for requests that omit them."""
         return dict(self._model.sampling_defaults)
+
+    @property
+    def system_fingerprint(self) -> str:
+        """What the bits of a response depend on: version, build of the core, and instruction set."""
+        isa = available_isas()[0] if self._config.isa == "auto" else self._config.isa
+        isa = "cuda" if self._config.device == "cuda" else isa
+        return f"llaisys-{package_version()}-{core_digest()}-{isa}"
 
     @property
     def pooling(self) -> Pooling:

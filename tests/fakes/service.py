@@ -97,6 +97,7 @@ class FakeService:
     script: Sequence[PieceOrError] = (Piece(["Hel", "lo"]), Piece(["!"], "stop"))
     model_names: tuple[str, ...] = ("tiny", "alias/of-tiny")
     max_model_len: int = 64
+    system_fingerprint: str = "fp"
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=list)

@@ -119,6 +119,10 @@ class ServerConfig(BaseModel):
     )
 
     # requests and responses
+    enable_force_include_usage: bool = Field(
+        False,
+        description="end every stream with its usage, as if the request had set stream_options.include_usage",
+    )
     strict_fields: bool = Field(
         False, description="reject unknown request fields with 400; otherwise they are ignored and reported"
     )

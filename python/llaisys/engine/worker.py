@@ -6,6 +6,8 @@ checks.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import logging
 import time
@@ -24,13 +26,7 @@ from llaisys.engine.load_progress import loading_bar
 from llaisys.engine.memory import GpuSettings, WorkerSettings
 from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
 from llaisys.engine.request import BrokenInvariant, Request
-from llaisys.errors import (
-    CoreFaultError,
-    EngineDeadError,
-    LlaisysError,
-    RejectedError,
-    RequestFailedError,
-)
+from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.model_info import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
 from llaisys.sampling_params import ALL_LOGPROBS, TOKENS_MAX
 
@@ -357,6 +353,14 @@ def available_isas() -> list[str]:
     from llaisys import _core  # as in `open_worker`
 
     return _core.available_isas()
+
+
+@functools.cache
+def core_digest() -> str:
+    """Return the first 8 hexadecimal digits of the SHA-256 of the core's library."""
+    from llaisys import _core  # as in `open_worker`
+
+    return hashlib.sha256(Path(_core.__file__).read_bytes()).hexdigest()[:8]
 
 
 def cuda_info() -> CudaInfo:

@@ -29,7 +29,7 @@ from llaisys.server.protocol import (
     sampling_params,
     served_name,
 )
-from llaisys.server.request_schemas import ChatCompletionRequest, Messages, TokenizeRequest
+from llaisys.server.request_schemas import ChatCompletionRequest, EmbeddingRequest, Messages, TokenizeRequest
 from llaisys.server.response_body import Json
 from llaisys.server.state import RequestEntry, state_of
 from llaisys.server.streaming import CompletionResponse
@@ -127,9 +127,9 @@ async def prepare_chat(
     if tools.schemas:
         params = engine.output_formats.tool_params(params)
     note_request(request, model, params)
-    options = response_options(body, params)
-    meta = CompletionMeta.new(id_prefix, model, body.request_id)
     state = state_of(request)
+    options = response_options(body, params, state.config.enable_force_include_usage)
+    meta = CompletionMeta.new(id_prefix, model, body.request_id, engine.system_fingerprint)
     engine_kwargs = engine_options(body, client_id, state.config.prefix_cache_sharing)
     if raw_prompt is None:
         n_tokens_max = engine.max_prompt_tokens(params)
@@ -143,7 +143,7 @@ async def prepare_chat(
 
 
 async def prompt_of(
-    body: ChatCompletionRequest | TokenizeRequest,
+    body: ChatCompletionRequest | TokenizeRequest | EmbeddingRequest,
     messages: Messages,
     engine: AsyncLLM,
     tools: list[Json] | None,

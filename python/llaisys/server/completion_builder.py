@@ -79,9 +79,12 @@ class CompletionMeta:
     id: str
     model: str
     created_s: int
+    system_fingerprint: str
 
     @staticmethod
-    def new(prefix: str, model: str, request_id: str | None = None) -> CompletionMeta:
+    def new(
+        prefix: str, model: str, request_id: str | None = None, system_fingerprint: str = ""
+    ) -> CompletionMeta:
         """Return metadata with the id `<prefix><hex>`, or `<prefix><request_id>` if the client sent one.
 
         Raises RejectedError for a `request_id` that is not safe in logs and URLs.
@@ -91,7 +94,8 @@ class CompletionMeta:
                 f"request_id must have 1 to {REQUEST_ID_MAX} letters, digits, '-', '_' or '.'",
                 param="request_id",
             )
-        return CompletionMeta(f"{prefix}{request_id or uuid.uuid4().hex}", model, int(time.time()))
+        id = f"{prefix}{request_id or uuid.uuid4().hex}"
+        return CompletionMeta(id, model, int(time.time()), system_fingerprint)
 
     def fields(self, kind: str) -> dict[str, Any]:
         """Return the first fields of an object of this kind."""
@@ -100,7 +104,7 @@ class CompletionMeta:
             "object": kind,
             "created": self.created_s,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self.system_fingerprint,
         }
 
 

@@ -88,7 +88,7 @@ MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "messages": (),
+    "chat_template": (),
     "embed_dtype": ("float32",),
     "endianness": ("little", "native"),
     "normalize": (True,),

@@ -157,12 +157,17 @@ class ResponseOptions:
     stream: bool = False
 
 
-def response_options(request: GenerationRequest, params: SamplingParams) -> ResponseOptions:
-    """Return the response options. Raises RejectedError for options that need or exclude a stream."""
+def response_options(
+    request: GenerationRequest, params: SamplingParams, forces_usage: bool
+) -> ResponseOptions:
+    """Return the response options. `forces_usage`: every stream reports its usage at the end.
+
+    Raises RejectedError for options that need or exclude a stream.
+    """
     if request.stream and request.prompt_logprobs is not None:
         raise RejectedError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
     return ResponseOptions(
-        usage=usage_options(request),
+        usage=usage_options(request, forces_usage),
         n=params.n,
         n_top=params.logprobs,
         token_ids=bool(request.return_token_ids),
@@ -204,14 +209,14 @@ def engine_options(
     }
 
 
-def usage_options(request: GenerationRequest) -> UsageOptions:
+def usage_options(request: GenerationRequest, forces_usage: bool) -> UsageOptions:
     """Return the usage options. Raises RejectedError for stream_options without stream."""
     options = request.stream_options
     if options is None:
-        return UsageOptions(False, False)
+        return UsageOptions(forces_usage and bool(request.stream), False)
     if not request.stream:
         raise RejectedError("stream_options needs stream=true", param="stream_options")
-    return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
+    return UsageOptions(bool(options.include_usage) or forces_usage, bool(options.continuous_usage_stats))
 
 
 def prediction_text(prediction: Mapping[str, Any]) -> str:
@@ -250,7 +255,7 @@ def sampling_params(
     if request.n is not None and request.n > N_MAX:
         raise RejectedError(f"n is {request.n}, allowed are up to {N_MAX} choices", param="n")
     if request.logit_bias:
-        values["logit_bias"] = _logit_bias(request.logit_bias)
+        values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
     renamed = {}
     match request:
         case ChatCompletionRequest():
@@ -280,11 +285,13 @@ def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+def _token_id(key: str) -> int:
     try:
-        return {int(token): value for token, value in bias.items()}
+        return int(key)
     except ValueError:
-        raise RejectedError("logit_bias has a key that is not a token id", param="logit_bias") from None
+        raise RejectedError(
+            f"logit_bias has the key {key[:NAME_CHARS_MAX]!r}, which is not a token id", param="logit_bias"
+        ) from None
 
 
 class BodyRequest(Request):

@@ -118,7 +118,7 @@ class ChatCompletion(_Schema):
     object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: None
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageAnswer
     prompt_logprobs: PromptLogprobs = None
@@ -154,7 +154,7 @@ class Completion(_Schema):
     object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: None
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
 

@@ -22,7 +22,6 @@ URL = "/v1/completions"
         (["Hi", "Ho"], ["Hi", "Ho"]),
         ([5, 6], [[5, 6]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
-        (["Hi", [7]], ["Hi", [7]]),
     ],
 )
 async def test_all_forms_of_the_prompt(

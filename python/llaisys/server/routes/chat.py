@@ -34,6 +34,7 @@ from llaisys.server.tools import ChoiceParser
 router = APIRouter(route_class=BodyRoute)
 
 
+@router.post("/chat/completions", include_in_schema=False)
 @router.post("/v1/chat/completions", responses={**error_responses(404, 499), **one_or_stream(ChatCompletion)})
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Render the conversation and generate its choices, as a stream or as one object."""

@@ -54,6 +54,7 @@ Prompt: TypeAlias = str | list[int]
 router = APIRouter(route_class=BodyRoute)
 
 
+@router.post("/completions", include_in_schema=False)
 @router.post("/v1/completions", responses={**error_responses(404, 499), **one_or_stream(Completion)})
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generate the choices of each prompt, as a stream or as one object."""
@@ -64,8 +65,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     client_id = client_id_of(request)
     params = await with_compiled_grammar(engine, params, grammar_of(body), client_id)
     note_request(request, model, params)
-    options = response_options(body, params)
-    meta = CompletionMeta.new("cmpl-", model, body.request_id)
+    options = response_options(body, params, state_of(request).config.enable_force_include_usage)
+    meta = CompletionMeta.new("cmpl-", model, body.request_id, engine.system_fingerprint)
     add_special = body.add_special_tokens is not False
     sharing = state_of(request).config.prefix_cache_sharing
     engine_kwargs = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
@@ -109,6 +110,8 @@ def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt
         return [prompt]
     if len(prompt) > n_max:
         raise RejectedError(f"prompt has {len(prompt)} entries, allowed are up to {n_max}", param="prompt")
+    if len(set(map(type, prompt)) & {str, list}) > 1:
+        raise RejectedError("prompt has texts and lists of token ids: send one kind", param="prompt")
     return [_checked(f"prompt[{i}]", entry) for i, entry in enumerate(prompt)]
 
 

@@ -18,6 +18,7 @@ from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of
+from llaisys.server.chat import prompt_of
 from llaisys.server.completion_builder import CompletionMeta, Usage, check_embeddings_size
 from llaisys.server.fields import EMBEDDING_NEUTRAL
 from llaisys.server.http_errors import ApiError, error_responses, to_json
@@ -40,6 +41,7 @@ _NAMES = {"prompt": "input"}
 router = APIRouter(route_class=BodyRoute)
 
 
+@router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", response_model=EmbeddingList, responses=error_responses(404))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Compute the embedding of each input, as numbers or as base64 of little-endian float32."""
@@ -47,9 +49,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     builder = EmbeddingListBuilder(
         served_name(engine, body.model), as_base64=_is_base64(body.encoding_format)
     )
-    with field_names(_NAMES):
-        inputs = prompts_of(body.input, INPUTS_MAX)
-    return embedding_response(request, engine, body, inputs, builder, headers)
+    return embedding_response(request, engine, body, await _inputs_of(body, engine), builder, headers)
 
 
 def embedding_response(
@@ -85,6 +85,17 @@ def embedding_response(
         for index, each in enumerate(inputs)
     ]
     return CompletionResponse(request, streams, builder, headers)
+
+
+async def _inputs_of(body: EmbeddingRequest, engine: AsyncLLM) -> list[Prompt]:
+    """Return the inputs, or the rendered chat as the only one. A chat has no generation prompt by default."""
+    if (body.input is None) == (body.messages is None):
+        raise RejectedError("send either input or messages", param="input")
+    if body.messages is None:
+        with field_names(_NAMES):
+            return prompts_of(body.input or [], INPUTS_MAX)
+    chat = body.model_copy(update={"add_generation_prompt": bool(body.add_generation_prompt)})
+    return [await prompt_of(chat, body.messages, engine, tools=None)]
 
 
 async def _embed(

@@ -48,11 +48,14 @@ _TEXTS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_del
 
 router = APIRouter(
     route_class=BodyRoute,
-    responses=error_responses(*COMMON_STATUSES, 404, 499, ANTHROPIC_OVERLOADED, model=AnthropicErrorAnswer),
+    responses=error_responses(*COMMON_STATUSES, 404, ANTHROPIC_OVERLOADED, model=AnthropicErrorAnswer),
 )
 
 
-@router.post("/v1/messages", responses=one_or_stream(MessageAnswer))
+@router.post(
+    "/v1/messages",
+    responses={**error_responses(499, model=AnthropicErrorAnswer), **one_or_stream(MessageAnswer)},
+)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Generate a message, as a stream or as one object."""
     engine, headers = engine_of(request, body, MESSAGES_NEUTRAL)

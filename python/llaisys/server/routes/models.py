@@ -14,6 +14,7 @@ from llaisys.server.state import ServerState, state_of
 router = APIRouter()
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> dict[str, Any]:
     """List every served name.
