@@ -275,7 +275,7 @@ def to_json(value: Any) -> bytes:
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return Anthropic's error object, as https://docs.anthropic.com/en/api/errors defines it."""
     kind = ANTHROPIC_KINDS.get(error.status_code, INVALID_REQUEST if error.status_code < 500 else "api_error")
-    # Claude Code summarizes the conversation after an error with these words.
+    # Anthropic's documented words, by which agents recognize that they must shorten the conversation.
     words = "prompt is too long: " if error.code == CONTEXT_LENGTH else ""
     return {"type": "error", "error": {"type": kind, "message": f"{words}{error.message}"}}
 

@@ -208,6 +208,17 @@ async def test_max_tokens_is_lowered_to_the_context(
     assert engine.calls[-1].params.max_tokens == 16
 
 
+async def test_a_context_that_is_small_for_an_agent_is_logged_once(
+    engine: FakeService, client: httpx.AsyncClient, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.model_names = ("small-for-agents",)
+    del body["model"]
+    for fields in ({}, ANY, ANY):
+        assert (await client.post(URL, json={**body, **fields})).status_code == 200
+    (record,) = [each for each in caplog.records if "small-for-agents" in each.getMessage()]
+    assert "context of 64 tokens; coding agents need at least 32768" in record.getMessage()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("error", "status", "kind"),

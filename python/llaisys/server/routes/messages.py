@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
@@ -35,6 +37,8 @@ from llaisys.server.state import state_of
 from llaisys.server.stream_writer import StreamFormat, named_frame
 from llaisys.server.tools import checked_tools
 
+# Context that coding agents need at least: their system prompt and tools precede the conversation.
+AGENT_CONTEXT_TOKENS = 32_768
 # Bytes of a block in a response, without its text.
 BLOCK_BYTES = 128
 MESSAGE_EVENTS = StreamFormat(
@@ -46,6 +50,7 @@ MESSAGE_EVENTS = StreamFormat(
 # Block type -> its field with text, and the type of the deltas of that field.
 _TEXTS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
 
+log = logging.getLogger("llaisys.server")
 router = APIRouter(
     route_class=BodyRoute,
     responses=error_responses(*COMMON_STATUSES, 404, ANTHROPIC_OVERLOADED, model=AnthropicErrorAnswer),
@@ -59,6 +64,8 @@ router = APIRouter(
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Generate a message, as a stream or as one object."""
     engine, headers = engine_of(request, body, MESSAGES_NEUTRAL)
+    if body.tools and engine.max_model_len < AGENT_CONTEXT_TOKENS:
+        _warn_small_context(engine.model_names[0], engine.max_model_len)
     with messages_field_names():
         chat = await prepare_chat(request, engine, _chat_request(body, request), "msg_")
     shown = (body.thinking or {}).get("display") != "omitted"
@@ -76,6 +83,17 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
         prompt = await prompt_of(chat, chat.messages, engine, tools)
     headers = {"request-id": request_id_of(request), **headers}
     return Response(to_json({"input_tokens": len(prompt)}), media_type="application/json", headers=headers)
+
+
+@cache
+def _warn_small_context(model: str, n_tokens: int) -> None:
+    """Log, once for each model, that its context is small for an agent."""
+    log.warning(
+        "%s has a context of %d tokens; coding agents need at least %d, better twice that (--max-model-len)",
+        model,
+        n_tokens,
+        AGENT_CONTEXT_TOKENS,
+    )
 
 
 def _chat_request(body: CountTokensRequest, request: Request) -> ChatCompletionRequest:
