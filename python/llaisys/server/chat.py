@@ -92,13 +92,10 @@ class Chat:
 
         `deltas`: those of `generate`, if the protocol does more with them than write them.
         """
+        entry = RequestEntry(self.meta.id, self.client_id, self.engine, [self._engine_id], self.params.n)
         streams = [self.generate() if deltas is None else deltas]
-        response = CompletionResponse(request, streams, builder, headers).registered(self.entry())
+        response = CompletionResponse(request, streams, builder, headers).registered(entry)
         return response.as_stream() if self.options.stream else response
-
-    def entry(self) -> RequestEntry:
-        """Return the entry of this chat in the request registry."""
-        return RequestEntry(self.meta.id, self.client_id, self.engine, [self._engine_id], self.params.n)
 
     @property
     def _engine_id(self) -> str:

@@ -13,10 +13,12 @@ import pytest
 from openai.types import responses as openai_responses
 from pydantic import TypeAdapter
 
+from asgi_client import StalledClient
 from fakes.service import FakeService, Piece
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, ExhaustedError, QueueFullError, RequestFailedError
 from llaisys.registry import ModelRegistry
+from llaisys.server.app import create_app
 from llaisys.server.http_errors import ApiError
 from llaisys.server.responses import background
 from llaisys.server.responses.background import BackgroundRun, BackgroundRuns, EventBuffer
@@ -146,6 +148,23 @@ async def test_a_disconnected_client_does_not_end_the_response(
     assert not engine.calls[0].ended
     engine.gate.set()
     assert (await has_ended(client, "resp_mine"))["status"] == "completed"
+
+
+async def test_a_follower_that_reads_nothing_is_disconnected(
+    engine: AbortableService, state: ServerState
+) -> None:
+    """Its stall is counted, and the response goes on."""
+    impatient = ServerState(
+        Config(send_timeout_s=0.01),
+        models=state.models,
+        responses=state.responses,
+    )
+    await StalledClient(create_app(impatient, 8000), URL, {**BODY, "stream": True}).open()
+    counted = impatient.metrics.render(None).decode()
+    assert 'llaisys:rejected_total{reason="send_timeout"} 1.0' in counted
+    assert not engine.calls[0].ended
+    engine.gate.set()
+    await impatient.background.wait(10)
 
 
 @pytest.mark.parametrize("path", [f"{URL}/resp_mine/cancel", "/v1/requests/resp_mine/cancel"])

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
+from itertools import islice
 from typing import NoReturn
 
 from starlette.responses import Response
@@ -74,7 +75,8 @@ class EventBuffer:
         """
         while True:
             self.check(number)
-            frames = [*self._frames][number - self.first :]
+            n_new = self.first + len(self._frames) - number
+            frames = [*islice(reversed(self._frames), max(0, n_new))][::-1]
             if frames:
                 number += len(frames)
                 yield frames

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from llaisys.server.access_log import note
 from llaisys.server.http_errors import ApiError
+from llaisys.server.metrics import SEND_TIMEOUT
 from llaisys.server.responses.background import BackgroundRun
 from llaisys.server.responses.builder import NAMED_EVENTS
 from llaisys.server.state import state_of
@@ -41,8 +42,15 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        stall_s = state_of(self._request).config.send_timeout_s
-        writer = StreamWriter(send, STORED_EVENTS, self._extra_headers, (), task.cancel, stall_s)
+        state = state_of(self._request)
+
+        def on_stall() -> None:
+            note(self._request, end_reason=SEND_TIMEOUT)
+            state.metrics.count_error(SEND_TIMEOUT)
+            task.cancel()
+
+        stall_s = state.config.send_timeout_s
+        writer = StreamWriter(send, STORED_EVENTS, self._extra_headers, (), on_stall, stall_s)
         await writer.frames(())  # the headers, because the next event may be late
         keep_alive_task = asyncio.ensure_future(writer.keep_alive())
         try:
