@@ -66,6 +66,29 @@ FEED = """
 })();
 """
 
+# Counts nodes that are added or removed in completions.
+# `window.touched()` returns the count since its last call.
+COUNT = """
+() => {
+    let touched = 0;
+    const inside = (node) => 1 + (node.querySelectorAll?.("*").length ?? 0);
+    const size = (nodes) => [...nodes].reduce((sum, node) => sum + inside(node), 0);
+    const count = (records) => {
+        for (const record of records) {
+            touched += record.type === "childList" ? size(record.addedNodes) + size(record.removedNodes) : 1;
+        }
+    };
+    const observer = new MutationObserver(count);
+    observer.observe(document.querySelector("main"), { subtree: true, childList: true, characterData: true });
+    window.touched = () => {
+        count(observer.takeRecords());
+        const now = touched;
+        touched = 0;
+        return now;
+    };
+}
+"""
+
 
 def find_browser() -> str | None:
     """Return the path of an installed Chromium, or None for Playwright's own."""

@@ -1,4 +1,4 @@
-// The one place where text becomes HTML that the browser may take: DOMPurify, which also makes it a TrustedHTML.
+// The one place where text becomes HTML: DOMPurify, whose nodes are free of scripts, handlers and foreign addresses.
 
 import DOMPurify, { type Config } from "dompurify";
 
@@ -20,18 +20,27 @@ const CODE: Config = {
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
 };
-const MATHS: Config = {
+const FORMULA: Config = {
   USE_PROFILES: { mathMl: true },
+  ADD_TAGS: ["span", "svg", "path", "line"],
+  ADD_ATTR: [
+    ..."class data-style aria-hidden columnalign columnspacing".split(" "),
+    ..."viewBox preserveAspectRatio d x1 y1 x2 y2 stroke-width".split(" "),
+  ],
+  ADD_URI_SAFE_ATTR: ["data-style"],
   ADD_FORBID_CONTENTS: ["annotation"],
-  FORBID_ATTR: ["style", "class", "href"],
+  FORBID_TAGS: ["annotation"],
+  FORBID_ATTR: ["style", "href", "id"],
+  ALLOW_DATA_ATTR: false,
+  ALLOW_ARIA_ATTR: false,
 };
 
-const clean = (html: string, config: Config) =>
-  DOMPurify.sanitize(html, { ...config, RETURN_TRUSTED_TYPE: true }) as unknown as string;
+const clean = (html: string, config: Config): DocumentFragment =>
+  DOMPurify.sanitize(html, { ...config, RETURN_DOM_FRAGMENT: true });
 
-/** HTML of our Markdown renderer. The value is a TrustedHTML where the browser has them. */
+/** HTML of our Markdown renderer. */
 export const prose = (html: string) => clean(html, PROSE);
 /** HTML of the highlighter: spans with classes. */
 export const code = (html: string) => clean(html, CODE);
-/** MathML of KaTeX, without the TeX source that it repeats. */
-export const maths = (html: string) => clean(html, MATHS);
+/** HTML and MathML of KaTeX, without the TeX source that it repeats, and with each style in `data-style`. */
+export const formula = (html: string) => clean(html, FORMULA);
