@@ -112,6 +112,18 @@ def test_reasoning_in_progress_is_shown(fed: Chat) -> None:
     fed.end()
 
 
+def test_task_lists_and_line_breaks(chat: Chat) -> None:
+    show(chat, "- [x] read **this**\n- [ ] and `that`\n- no task\n\n| a |\n|---|\n| one<br>two |\n")
+    boxes = chat.text.get_by_role("checkbox")
+    expect(boxes).to_have_count(2)
+    expect(chat.text.get_by_role("checkbox", name="read this")).to_be_checked()
+    expect(chat.text.get_by_role("checkbox", name="and that")).not_to_be_checked()
+    expect(boxes.first).to_be_disabled()
+    expect(chat.text.locator("td br")).to_have_count(1)
+    expect(chat.text.get_by_role("cell")).to_have_text("one two")
+    assert chat.complaints == []
+
+
 def test_tool_calls_are_shown(chat: Chat) -> None:
     first = {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}

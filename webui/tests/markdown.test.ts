@@ -111,6 +111,14 @@ describe("Markdown", () => {
     ["formulas", "so \\(a\\) is", '<span class="maths">a</span>'],
     ["displayed formulas", "\\[\nx < y\n\\]", '<span class="maths display">x &lt; y</span>'],
     ["stars inside formulas", "$a*b*c$", '<span class="maths">a*b*c</span>'],
+    ["a task", "- [ ] a **b**", '<li class="task"><label><input type="checkbox" disabled>a <strong>'],
+    ["a done task", "1. [x] a", '<input type="checkbox" disabled checked>a</label></li>'],
+    ["a task of a loose list", "- [X] a\n\n- b", '<p><label><input type="checkbox" disabled checked>a'],
+    ["no task without a text", "- [ ]", "<li>[ ]</li>"],
+    ["no task outside a list", "[x] a", "<p>[x] a</p>"],
+    ["line breaks", "a<br>b<BR />c", "<p>a<br>\nb<br>\nc</p>"],
+    ["line breaks in code are text", "`<br>`", "<code>&lt;br&gt;</code>"],
+    ["line breaks with attributes are text", "<br onclick=x>", "&lt;br onclick=x&gt;"],
     ["a language is a plain word", '```"><x\ncode\n```', 'class="language-"'],
   ])("%s", (_, text, expected) => {
     expect(render(text)).toContain(expected);

@@ -1,6 +1,7 @@
 // Markdown to markup, block by block, so that a growing answer costs its last block only. `draw.ts` sanitises it.
 
 import MarkdownIt, { type Env, type Token } from "markdown-it";
+import { markRules } from "./markrules";
 import { mathRules } from "./mathrules";
 
 /** A block of the outermost level, as markup. */
@@ -18,6 +19,7 @@ export interface Labels {
 
 const md = new MarkdownIt({ html: false, linkify: true, breaks: false });
 md.use(mathRules);
+md.use(markRules);
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 md.validateLink = (url) => /^(?:https?:|mailto:|data:image\/(?:png|gif|jpeg|webp);base64,)/i.test(url.trim());
 

@@ -4,10 +4,25 @@ import DOMPurify, { type Config } from "dompurify";
 
 const PROSE: Config = {
   ALLOWED_TAGS: [
-    ..."p br hr h3 h4 h5 h6 ul ol li blockquote pre code em strong s a img span div button".split(" "),
+    ..."p br hr h3 h4 h5 h6 ul ol li blockquote pre code em strong s a img span div button label input".split(
+      " ",
+    ),
     ..."table thead tbody tr th td".split(" "),
   ],
-  ALLOWED_ATTR: ["href", "title", "target", "rel", "class", "start", "src", "alt", "type", "tabindex"],
+  ALLOWED_ATTR: [
+    "href",
+    "title",
+    "target",
+    "rel",
+    "class",
+    "start",
+    "src",
+    "alt",
+    "type",
+    "tabindex",
+    "checked",
+    "disabled",
+  ],
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:|data:image\/(?:png|gif|jpeg|webp);base64,)/i,
   // The pattern above is for addresses; these hold none.
   ADD_URI_SAFE_ATTR: ["target", "rel", "start", "type", "tabindex"],
@@ -34,6 +49,11 @@ const FORMULA: Config = {
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
 };
+
+// Of form fields, the box of a task list only.
+DOMPurify.addHook("afterSanitizeAttributes", (node) => {
+  if (node.localName === "input" && !node.matches("[type=checkbox][disabled]")) node.remove();
+});
 
 const clean = (html: string, config: Config): DocumentFragment =>
   DOMPurify.sanitize(html, { ...config, RETURN_DOM_FRAGMENT: true });
