@@ -55,6 +55,7 @@ FEED = """
         const send = (data) => control.enqueue(encoder.encode(`data: ${data}\\n\\n`));
         window.feed = {
           text: (content) => send(JSON.stringify({ choices: [{ delta: { content } }] })),
+          reasoning: (text) => send(JSON.stringify({ choices: [{ delta: { reasoning_content: text } }] })),
           end: () => { send("[DONE]"); control.close(); },
         };
         const stop = () => control.error(new DOMException("stopped", "AbortError"));

@@ -112,6 +112,23 @@ def test_reasoning_in_progress_is_shown(fed: Chat) -> None:
     fed.end()
 
 
+def test_the_time_of_the_reasoning_is_shown(fed: Chat) -> None:
+    """Also after a reload. Without any reasoning there is none."""
+    fed.page.clock.install()
+    fed.send("q")
+    fed.feed("<think>hm")
+    fed.page.clock.fast_forward("50:00")
+    fed.feed(" so")
+    expect(fed.completion.locator("summary")).to_have_text(re.compile(r"Thinking\s+for 3\d\d\d s"))
+    fed.feed("</think>yes")
+    fed.page.clock.fast_forward("50:00")
+    fed.feed(" indeed")
+    fed.end()
+    for _ in range(2):
+        expect(fed.completion.locator("summary")).to_have_text(re.compile(r"Reasoning\s+for 3\d\d\d s"))
+        fed.reload()
+
+
 def test_task_lists_and_line_breaks(chat: Chat) -> None:
     show(chat, "- [x] read **this**\n- [ ] and `that`\n- no task\n\n| a |\n|---|\n| one<br>two |\n")
     boxes = chat.text.get_by_role("checkbox")

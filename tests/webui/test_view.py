@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
 from chatpage import COMPLETIONS, Chat
@@ -41,9 +42,10 @@ def test_a_view_that_was_scrolled_up_stays_and_offers_the_end(fed: Chat) -> None
     fed.end()
 
 
-def test_after_a_long_message_the_view_is_at_its_end(chat: Chat) -> None:
+@pytest.mark.parametrize("n_lines", [30, 400])
+def test_after_a_long_message_the_view_is_at_its_end(chat: Chat, n_lines: int) -> None:
     """Both for the first message of a chat and for a later one, and when the request fails later."""
-    long = "\n".join(f"line {i}" for i in range(400))
+    long = "\n".join(f"line {i}" for i in range(n_lines))
     held: list[Route] = []
     chat.page.route(COMPLETIONS, lambda route: held.append(route))
     for n in (1, 2):
