@@ -90,6 +90,23 @@ COUNT = """
 }
 """
 
+# Remembers all nodes under these elements. `window.lost()` returns how many of them left the page or changed.
+REMEMBER = """
+(elements) => {
+    const all = elements.flatMap((element) => [element, ...element.querySelectorAll("*")]);
+    let n = 0;
+    const count = (records) => { n += records.length; };
+    const observer = new MutationObserver(count);
+    const what = { subtree: true, childList: true, characterData: true, attributes: true };
+    for (const element of elements) observer.observe(element, what);
+    window.lost = () => {
+        count(observer.takeRecords());
+        return n + all.filter((node) => !node.isConnected).length;
+    };
+    return all.length;
+}
+"""
+
 
 def find_browser() -> str | None:
     """Return the path of an installed Chromium, or None for Playwright's own."""

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from playwright.sync_api import Locator, expect
 
-from chatpage import COUNT, Chat
+from chatpage import COUNT, REMEMBER, Chat
 
 RICH = (
     "Some **bold** text and \\(x^2\\).\n\n```python\ndef f(x):\n    return x < 1\n```\n\n"
     "| a | b |\n|---|---|\n| 1 | \\(y_1\\) |\n\n- one\n- two\n\n$$\n\\frac{1}{2}\n$$\n\n"
 )
-
-# Remembers all nodes under these elements. `window.lost()` returns how many of them left the page or changed.
-REMEMBER = """
-(elements) => {
-    const all = elements.flatMap((element) => [element, ...element.querySelectorAll("*")]);
-    let n = 0;
-    const count = (records) => { n += records.length; };
-    const observer = new MutationObserver(count);
-    const what = { subtree: true, childList: true, characterData: true, attributes: true };
-    for (const element of elements) observer.observe(element, what);
-    window.lost = () => {
-        count(observer.takeRecords());
-        return n + all.filter((node) => !node.isConnected).length;
-    };
-    return all.length;
-}
-"""
 
 
 def typeset(text: Locator, n_formulas: int) -> None:

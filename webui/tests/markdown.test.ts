@@ -109,7 +109,7 @@ describe("Markdown", () => {
     ["alignment without style", "|a|\n|:-:|\n|b|", '<th class="center">'],
     ["prices are no formulas", "from $5 to $6 each", "from $5 to $6 each"],
     ["formulas", "so \\(a\\) is", '<span class="maths">a</span>'],
-    ["displayed formulas", "\\[\nx < y\n\\]", '<span class="maths display">x &lt; y</span>'],
+    ["displayed formulas", "\\[\nx < y\n\\]", '<span class="maths display" tabindex="0">x &lt; y</span>'],
     ["stars inside formulas", "$a*b*c$", '<span class="maths">a*b*c</span>'],
     ["a task", "- [ ] a **b**", '<li class="task"><label><input type="checkbox" disabled>a <strong>'],
     ["a done task", "1. [x] a", '<input type="checkbox" disabled checked>a</label></li>'],
