@@ -14,7 +14,8 @@ from serving import Server
 AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = (
     "Text with `code`, a [link](https://example.com) and $x^2$.\n\n"
-    "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |"
+    "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |\n\n- [x] done\n- [ ] open **task**\n\n"
+    f"$$\n{' + '.join('abcdefghijklmnopqrstuvwxyz' * 2)}\n$$\n"
 )
 
 
@@ -35,7 +36,7 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     views = {"welcome": violations(chat)}
     chat.complete_with({"reasoning_content": "hm"}, RICH)
     chat.send("A question")
-    expect(chat.text.locator("math")).to_have_count(1)
+    expect(chat.text.locator("math")).to_have_count(2)
     expect(chat.text.locator(".hljs-comment")).to_have_count(1)
     chat.completion.get_by_text("Reasoning").click()
     views["conversation"] = violations(chat)
@@ -72,6 +73,7 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     chat.complete_with("x" * 300 + "\n\n" + RICH)
     chat.send("y" * 300)
     expect(chat.text).to_contain_text("x" * 300)
+    expect(chat.text.locator("math")).to_have_count(2)
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     expect(chat.button("Send")).to_be_in_viewport(ratio=1)
     expect(chat.completion.get_by_role("button", name="Regenerate")).to_be_visible()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Route, expect
 
-from chatpage import Chat
+from chatpage import COMPLETIONS, Chat
 from serving import GOLDENS, Server, serving
 
 
@@ -78,6 +78,39 @@ def test_a_second_browser_shows_the_chats(keeping: Server, context: BrowserConte
     expect(first.user_messages).to_have_count(0)
     other.close()
     assert first.complaints == []
+
+
+def test_a_second_browser_shows_why_there_is_no_completion(
+    keeping: Server, context: BrowserContext, browser: Browser
+) -> None:
+    """A failed one shows its error, one that was stopped before its first token its end."""
+    first = Chat.open(context, keeping.url)
+    first.fail_with(500, "request_failed", "It broke.")
+    first.send("fails")
+    first.done()
+    first.button("New chat").first.click()
+    first.page.unroute(COMPLETIONS)
+    held: list[Route] = []
+    first.page.route(COMPLETIONS, lambda route: held.append(route))
+    first.send("stops")
+    expect(first.completion).to_contain_text("Waiting for the first word")
+    first.button("Stop").click()
+    first.done()
+    stored(keeping, 2)
+    other = browser.new_context()
+    second = Chat.open(other, keeping.url)
+    second.sessions.filter(has_text="fails").click()
+    expect(second.completion.get_by_role("alert")).to_contain_text("It broke.")
+    second.sessions.filter(has_text="stops").click()
+    expect(second.completion).to_contain_text("stopped by you")
+    second.complete_with("now")
+    second.completion.get_by_role("button", name="Try again").click()
+    expect(second.text).to_have_text("now")
+    second.done()
+    other.close()
+    for title in ("fails", "stops"):
+        first.menu(title, "Delete")
+    stored(keeping, 0)
 
 
 def test_concurrent_messages_of_two_browsers_are_merged(

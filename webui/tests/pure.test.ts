@@ -1,10 +1,10 @@
 import { describe, expect, it } from "vitest";
-import { figures } from "../src/lib/figures";
+import { continuedTiming, continuedUsage, figures } from "../src/lib/figures";
 import { listRows } from "../src/lib/groups";
 import { LANGUAGES, translate } from "../src/lib/i18n";
 import { plotPoints, ratesOf, sampleOf } from "../src/lib/metrics";
 import { listText, PARAMS, parseList, parseNumber, type NumberParam } from "../src/lib/params";
-import { splitReasoning } from "../src/lib/reasoning";
+import { continueReasoning, splitReasoning } from "../src/lib/reasoning";
 import { actionOf } from "../src/lib/shortcuts";
 import { cleanTitle, titleOf } from "../src/lib/title";
 import { newSession } from "../src/lib/transfer";
@@ -27,6 +27,12 @@ describe("reasoning", () => {
   it("may come apart from the text", () => {
     expect(splitReasoning("", "hm")).toEqual({ reasoning: "hm", answer: "", thinking: true });
     expect(splitReasoning("yes", "hm")).toEqual({ reasoning: "hm", answer: "yes", thinking: false });
+  });
+
+  it("goes on until its tag closes, which may come in pieces", () => {
+    const [open, half] = [continueReasoning("let", " me"), continueReasoning("let me</thi", "nk>\n\nyes")];
+    expect(open).toEqual({ reasoning: "let me", answer: "", thinking: true });
+    expect(half).toEqual({ reasoning: "let me", answer: "yes", thinking: false });
   });
 });
 
@@ -186,6 +192,38 @@ describe("figures of an answer", () => {
     });
     const bare = figures({ ...message, usage: undefined, timing: undefined });
     expect([bare.tokensPerS, bare.drafts]).toEqual([null, 0]);
+  });
+});
+
+describe("figures of a continued answer", () => {
+  it("count all its pieces", () => {
+    const before = {
+      promptTokens: 10,
+      cachedTokens: 4,
+      completionTokens: 8,
+      draftTokens: 6,
+      acceptedTokens: 2,
+    };
+    const piece = {
+      promptTokens: 18,
+      cachedTokens: 16,
+      completionTokens: 5,
+      draftTokens: 3,
+      acceptedTokens: 3,
+    };
+    expect(continuedUsage(before, piece)).toEqual({
+      promptTokens: 10, cachedTokens: 4, completionTokens: 13, draftTokens: 9, acceptedTokens: 5,
+    }); // prettier-ignore
+    expect(continuedUsage(undefined, piece)).toBe(piece);
+  });
+
+  it("leave out the wait before a later piece", () => {
+    const piece = { firstTokenMs: 200, totalMs: 1200 };
+    const before = { firstTokenMs: 100, totalMs: 600, reasoningMs: 300 };
+    expect(continuedTiming(before, { ...piece, reasoningMs: 50 })).toEqual({
+      firstTokenMs: 100, totalMs: 1600, reasoningMs: 350,
+    }); // prettier-ignore
+    expect(continuedTiming(undefined, piece)).toBe(piece);
   });
 });
 

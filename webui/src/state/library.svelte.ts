@@ -3,7 +3,7 @@
 import { newId } from "../lib/id";
 import { Db } from "../lib/db";
 import { matches, snippet, words, type Snippet } from "../lib/search";
-import { cleanTitle } from "../lib/title";
+import { cleanTitle, titleOf } from "../lib/title";
 import { newSession, type Whole } from "../lib/transfer";
 import * as trees from "../lib/tree";
 import type { ChatSettings, Message, Session } from "../lib/types";
@@ -116,7 +116,10 @@ export class Library {
 
   /** A session of its own with the messages from the first to this one. */
   async fork(from: Conversation, message: Message): Promise<void> {
-    const title = cleanTitle(t("fork_of", { title: from.session?.title ?? "" }));
+    const path = trees.pathTo(from.tree, message.id);
+    // A title that follows the first message may be that of another branch.
+    const ofPath = from.session?.renamed ? "" : titleOf(path[0]?.content ?? "");
+    const title = cleanTitle(t("fork_of", { title: ofPath || (from.session?.title ?? "") }));
     const session = newSession(Date.now(), {
       title,
       renamed: true,
@@ -124,7 +127,7 @@ export class Library {
       settings: from.session?.settings ?? null,
     });
     const ids = new Map([["", null as string | null]]);
-    const messages = trees.pathTo(from.tree, message.id).map((old) => {
+    const messages = path.map((old) => {
       const id = newId();
       ids.set(old.id, id);
       return { ...old, id, parent: ids.get(old.parent ?? "") ?? null };

@@ -15,6 +15,7 @@ export const en = {
   waiting: "Waiting for the first word",
   thinking: "Thinking",
   reasoning: "Reasoning",
+  reasoning_time: "for {s} s",
   tool_call: "Tool call",
   copy: "Copy",
   copied: "Copied",

@@ -16,6 +16,7 @@ export const zh: Readonly<Record<keyof typeof en, string>> = {
   waiting: "正在等待第一个词",
   thinking: "思考中",
   reasoning: "推理过程",
+  reasoning_time: "用时 {s} 秒",
   tool_call: "工具调用",
   copy: "复制",
   copied: "已复制",
