@@ -18,6 +18,7 @@ export const en = {
   tool_call: "Tool call",
   copy: "Copy",
   copied: "Copied",
+  copy_failed: "The browser did not allow copying. Select the text and press Ctrl+C.",
   image: "image",
   regenerate: "Regenerate",
   edit_message: "Edit message",

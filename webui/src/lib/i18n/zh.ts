@@ -19,6 +19,7 @@ export const zh: Readonly<Record<keyof typeof en, string>> = {
   tool_call: "工具调用",
   copy: "复制",
   copied: "已复制",
+  copy_failed: "浏览器不允许复制。请选中文字后按 Ctrl+C。",
   image: "图片",
   regenerate: "重新生成",
   edit_message: "编辑消息",
