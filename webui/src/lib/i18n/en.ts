@@ -164,6 +164,7 @@ export const en = {
   sampling: "Sampling",
   more_params: "More parameters",
   default: "default",
+  default_is: "default: {value}",
   use_default: "Use default",
   slider: "slider",
   yes: "yes",

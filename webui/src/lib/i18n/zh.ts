@@ -160,6 +160,7 @@ export const zh: Readonly<Record<keyof typeof en, string>> = {
   sampling: "采样",
   more_params: "更多参数",
   default: "默认",
+  default_is: "默认：{value}",
   use_default: "恢复默认",
   slider: "滑块",
   yes: "是",
