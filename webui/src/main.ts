@@ -9,8 +9,8 @@ import { server } from "./state/server.svelte";
 import { Sync } from "./state/sync.svelte";
 import { t, ui } from "./state/ui.svelte";
 
-void server.connect();
 const db = await Db.open().catch(() => null);
+await server.load(db);
 await settings.load(db);
 await library.load(db);
 const wanted = /^#\/chat\/([\w-]+)$/.exec(location.hash)?.[1] ?? null;
