@@ -2,6 +2,7 @@
 // starts at the top of the page, and a screen reader says nothing.
 
 import { tick } from "svelte";
+import { addressOf } from "../lib/address";
 import { isTouch } from "./screen";
 
 /** The message field; on a touch screen, where it would open the keyboard, the main region. */
@@ -29,5 +30,5 @@ export async function keepFocus(): Promise<void> {
 
 /** The link of a chat in the list, if it is mounted. */
 export function chatLink(id: string): Element | null {
-  return document.querySelector(`nav a[href="#/chat/${CSS.escape(id)}"]`);
+  return document.querySelector(`nav a[href="${addressOf(id)}"]`);
 }
