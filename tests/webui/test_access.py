@@ -13,7 +13,7 @@ from serving import Server
 
 AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = (
-    "Text with `code`, a [link](https://example.com) and $x^2$.\n\n"
+    "### A heading\n\nText with `code`, a [link](https://example.com) and $x^2$.\n\n"
     "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |"
 )
 
@@ -70,7 +70,8 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     )
     chat = Chat.open(context, tiny.url)
     chat.complete_with("x" * 300 + "\n\n" + RICH)
-    chat.send("y" * 300)
+    chat.message.fill("y" * 300)
+    chat.button("Send").tap()
     expect(chat.text).to_contain_text("x" * 300)
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     expect(chat.button("Send")).to_be_in_viewport(ratio=1)
@@ -161,7 +162,7 @@ def test_escape_stops_the_completion(chat: Chat, tiny: Server) -> None:
 def test_the_help_sheet_names_the_shortcuts(chat: Chat) -> None:
     chat.page.keyboard.press("Control+/")
     sheet = chat.page.get_by_role("dialog", name="Keyboard shortcuts")
-    for action in ("New chat", "Search", "Stop the answer", "Edit the last message", "Send", "New line"):
+    for action in ("New chat", "Search", "stop the answer", "Edit the last message", "Send", "New line"):
         expect(sheet.get_by_role("term").filter(has_text=action).first).to_be_visible()
 
 

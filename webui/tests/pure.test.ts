@@ -5,7 +5,7 @@ import { LANGUAGES, translate } from "../src/lib/i18n";
 import { plotPoints, ratesOf, sampleOf } from "../src/lib/metrics";
 import { listText, PARAMS, parseList, parseNumber, type NumberParam } from "../src/lib/params";
 import { splitReasoning } from "../src/lib/reasoning";
-import { actionOf } from "../src/lib/shortcuts";
+import { actionOf, SHORTCUTS } from "../src/lib/shortcuts";
 import { cleanTitle, titleOf } from "../src/lib/title";
 import { newSession } from "../src/lib/transfer";
 import { offsetOf, rowAt, visibleRange } from "../src/lib/window";
@@ -205,5 +205,10 @@ describe("shortcuts", () => {
     expect(press("Escape")).toBe("stop");
     expect(press("k")).toBeNull();
     expect(press("k", { ctrlKey: true, altKey: true })).toBeNull();
+    expect(press("Enter")).toBeNull();
+    for (const { keys, action } of SHORTCUTS.filter(({ keys }) => keys[0] === "Ctrl")) {
+      const fields = { ctrlKey: true, shiftKey: keys.includes("Shift") };
+      expect(press(keys.at(-1)!, fields)).toBe(action ?? null);
+    }
   });
 });

@@ -38,9 +38,6 @@ rules.image = (tokens, i, _options, env) => {
   const rel = 'target="_blank" rel="noopener noreferrer nofollow"';
   return `<a class="image" href="${escape(url)}" ${rel}>${escape(alt)}</a>`;
 };
-// The page has its own headings above: an answer's begin at the third level.
-rules.heading_open = (tokens, i) => `<h${headingLevel(tokens[i]!)}>`;
-rules.heading_close = (tokens, i) => `</h${headingLevel(tokens[i]!)}>\n`;
 // Wide tables scroll in a box of their own; alignment is a class because the policy refuses `style`.
 rules.table_open = () => '<div class="table" tabindex="0"><table>';
 rules.table_close = () => "</table></div>\n";
@@ -54,8 +51,20 @@ function labelsOf(env: Env | undefined): Labels {
   return env as Env & Labels;
 }
 
-function headingLevel(token: Token): number {
-  return Math.min(6, Number(token.tag[1]) + 2);
+/**
+ * Gives headings the tags of their depth. The page has its own headings above: an answer's begin at the third level, and
+ * none skips a level. `open`: the levels, as written, of the headings that the first token is under; returns those after
+ * the last.
+ */
+function nestHeadings(tokens: readonly Token[], open: readonly number[]): readonly number[] {
+  for (const token of tokens) {
+    if (token.type === "heading_open") {
+      const written = Number(token.tag[1]);
+      open = [...open.filter((level) => level < written), written];
+    }
+    if (token.type.startsWith("heading_")) token.tag = `h${Math.min(6, 2 + open.length)}`;
+  }
+  return open;
 }
 
 function cell(tag: string, token: Token): string {
@@ -80,6 +89,8 @@ export class Blocks {
   /** Where the last block begins, in characters. */
   #from = 0;
   #references: NonNullable<Env["references"]> = {};
+  /** The levels of the headings that the last block is under. */
+  #levels: readonly number[] = [];
 
   /** The blocks of the text so far. Text that goes on from the last update's costs the last block only. */
   update(text: string, isWhole: boolean, labels: Labels): Block[] {
@@ -90,6 +101,7 @@ export class Blocks {
       this.#settled = [];
       this.#from = 0;
       this.#references = {};
+      this.#levels = [];
     }
     this.#text = text;
     this.#labels = labels;
@@ -97,6 +109,9 @@ export class Blocks {
     const rest = text.slice(this.#from);
     const env = { ...labels, references: this.#references };
     const groups = topLevel(md.parse(rest, env));
+    const before = groups.slice(0, -1);
+    const levels = before.reduce((open, { tokens }) => nestHeadings(tokens, open), this.#levels);
+    nestHeadings(groups.at(-1)?.tokens ?? [], levels);
     const lastStart = groups.at(-1)?.startLine ?? 0;
     const rendered = groups.map(({ tokens }, i) => ({
       html: prose(md.renderer.render(tokens, md.options, env)),
@@ -106,6 +121,7 @@ export class Blocks {
     if (!isWhole && groups.length > 1) {
       this.#settled = out.slice(0, -1);
       this.#from += lineOffset(rest, lastStart);
+      this.#levels = levels;
     }
     return out;
   }
