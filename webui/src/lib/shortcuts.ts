@@ -2,7 +2,7 @@
 
 import type { Key } from "./i18n";
 
-export type Action = "new" | "search" | "sidebar" | "settings" | "help" | "stop";
+export type Action = "new" | "search" | "find" | "sidebar" | "settings" | "help" | "stop";
 
 interface Shortcut {
   keys: readonly string[];
@@ -13,6 +13,7 @@ interface Shortcut {
 export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Ctrl", "Shift", "O"], does: "new_chat", action: "new" },
   { keys: ["Ctrl", "K"], does: "search", action: "search" },
+  { keys: ["Ctrl", "F"], does: "find", action: "find" },
   { keys: ["Ctrl", "B"], does: "sidebar", action: "sidebar" },
   { keys: ["Ctrl", ","], does: "settings", action: "settings" },
   { keys: ["Ctrl", "/"], does: "shortcuts", action: "help" },
@@ -20,6 +21,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Enter"], does: "send" },
   { keys: ["Shift", "Enter"], does: "new_line" },
   { keys: ["Ctrl", "Enter"], does: "send_or_save" },
+  { keys: ["Shift", "Enter"], does: "find_previous" },
   { keys: ["↑"], does: "edit_last" },
   { keys: ["↑ ↓"], does: "move_in_list" },
   { keys: ["Home", "End"], does: "move_to_edge" },
