@@ -146,6 +146,46 @@ def test_concurrent_messages_of_two_browsers_are_merged(
     stored(keeping, 0)
 
 
+def test_a_draft_outlives_its_chat(keeping: Server, context: BrowserContext, browser: Browser) -> None:
+    """What is being written in a chat that another browser deletes moves to a new chat."""
+    first = Chat.open(context, keeping.url)
+    first.complete_with("yes")
+    first.send("soon deleted")
+    first.done()
+    stored(keeping, 1)
+    other = browser.new_context()
+    second = Chat.open(other, keeping.url)
+    second.menu("soon deleted", "Delete")
+    stored(keeping, 0)
+    other.close()
+    first.user_messages.first.hover()
+    first.user_messages.first.get_by_role("button", name="Edit message").click()
+    first.page.get_by_role("textbox", name="Edit message").fill("an edit")
+    first.message.fill("half a thought")
+    synchronize(first)
+    expect(first.sessions).to_have_count(0)
+    expect(first.message).to_have_value("half a thought\n\nan edit")
+    expect(first.page.get_by_text("Its unsent text is in a new chat.")).to_be_visible()
+    assert first.page.url.endswith("#/")
+
+
+def test_a_link_opens_a_chat_that_only_the_server_has(
+    keeping: Server, context: BrowserContext, browser: Browser
+) -> None:
+    first = Chat.open(context, keeping.url)
+    first.complete_with("yes")
+    first.send("linked")
+    first.done()
+    stored(keeping, 1)
+    other = browser.new_context()
+    second = Chat.open(other, first.page.url)
+    expect(second.user_texts).to_have_text(["linked"])
+    assert second.page.url == first.page.url
+    other.close()
+    first.menu("linked", "Delete")
+    stored(keeping, 0)
+
+
 def test_chats_outlive_the_server_and_a_cleared_browser(tmp_path: Path, browser: Browser) -> None:
     flags = ("--chat-store", str(tmp_path / "chats.db"))
     for round_trip in range(2):

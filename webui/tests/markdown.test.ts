@@ -94,6 +94,15 @@ describe("Markdown", () => {
     expect(blocks.update(text, true, LABELS)[0]!.shell).toContain('href="https://example.com/"');
   });
 
+  it("nests a heading under one that arrived before", () => {
+    const blocks = new Blocks();
+    blocks.update("### a\n\ntext\n\n", false, LABELS);
+    for (const isWhole of [false, true]) {
+      const shown = blocks.update("### a\n\ntext\n\n#### b\n\nmore", isWhole, LABELS);
+      expect(JSON.stringify(shown)).toContain("<h4>b</h4>");
+    }
+  });
+
   it.each([
     ["HTML is text", "<b onclick=x>hi</b>", "&lt;b onclick=x&gt;"],
     ["no javascript: links", "[a](javascript:alert(1))", "[a](javascript:alert(1))"],
@@ -106,6 +115,7 @@ describe("Markdown", () => {
     ["links leave nothing behind", "https://example.com", 'rel="noopener noreferrer nofollow"'],
     ["bare names are no links", "see main.rs and a.com", "<p>see main.rs and a.com</p>"],
     ["headings begin at the third level", "# a", "<h3>a</h3>"],
+    ["headings skip no level", "### a\n\n#### b\n\n## c", "<h3>a</h3>\n<h4>b</h4>\n<h3>c</h3>"],
     ["alignment without style", "|a|\n|:-:|\n|b|", '<th class="center">'],
     ["prices are no formulas", "from $5 to $6 each", "from $5 to $6 each"],
     ["formulas", "so \\(a\\) is", '<span class="maths">a</span>'],

@@ -5,10 +5,10 @@ import { LANGUAGES, translate } from "../src/lib/i18n";
 import { plotPoints, ratesOf, sampleOf } from "../src/lib/metrics";
 import { listText, PARAMS, parseList, parseNumber, type NumberParam } from "../src/lib/params";
 import { continueReasoning, splitReasoning } from "../src/lib/reasoning";
-import { actionOf } from "../src/lib/shortcuts";
+import { actionOf, SHORTCUTS } from "../src/lib/shortcuts";
 import { cleanTitle, titleOf } from "../src/lib/title";
 import { newSession } from "../src/lib/transfer";
-import { offsetOf, visibleRange } from "../src/lib/window";
+import { offsetOf, rowAt, visibleRange } from "../src/lib/window";
 import { randomOf } from "./random";
 
 describe("reasoning", () => {
@@ -51,6 +51,11 @@ describe("the rows of a long list", () => {
       expect(inside).toBeLessThanOrEqual(400 + 2 * 90);
       expect(range.before).toBe(offsetOf(range.start, (n) => heights[n]!));
     }
+    const height = (n: number) => 10 * (n + 1); // tops: 0, 10, 30
+    expect(rowAt(3, height, 0)).toEqual({ index: 0, offsetPx: 0 });
+    expect(rowAt(3, height, 29)).toEqual({ index: 1, offsetPx: 19 });
+    expect(rowAt(3, height, 30)).toEqual({ index: 2, offsetPx: 0 });
+    expect(rowAt(3, height, 99)).toEqual({ index: 2, offsetPx: 69 });
     expect(visibleRange(0, () => 1, { top: 0, height: 9, overscan: 9 })).toEqual({
       start: 0,
       end: 0,
@@ -238,5 +243,10 @@ describe("shortcuts", () => {
     expect(press("Escape")).toBe("stop");
     expect(press("k")).toBeNull();
     expect(press("k", { ctrlKey: true, altKey: true })).toBeNull();
+    expect(press("Enter")).toBeNull();
+    for (const { keys, action } of SHORTCUTS.filter(({ keys }) => keys[0] === "Ctrl")) {
+      const fields = { ctrlKey: true, shiftKey: keys.includes("Shift") };
+      expect(press(keys.at(-1)!, fields)).toBe(action ?? null);
+    }
   });
 });

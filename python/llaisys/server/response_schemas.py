@@ -184,7 +184,9 @@ class EmbeddingList(_Schema):
 
 
 class ModelCard(_Schema):
-    """A served model name. `root`: the first name of the same model."""
+    """A served model name. `root`: the first name of the same model. `default_sampling_params`: the
+    fields that the model sets for requests that omit them; other fields have vLLM's defaults.
+    """
 
     id: str
     object: Literal["model"]
@@ -193,6 +195,7 @@ class ModelCard(_Schema):
     root: str
     parent: None
     max_model_len: int
+    default_sampling_params: dict[str, int | float]
     permission: list[Any]
 
 

@@ -40,9 +40,6 @@ rules.image = (tokens, i, _options, env) => {
   const rel = 'target="_blank" rel="noopener noreferrer nofollow"';
   return `<a class="image" href="${escape(url)}" ${rel}>${escape(alt)}</a>`;
 };
-// The page has its own headings above: an answer's begin at the third level.
-rules.heading_open = (tokens, i) => `<h${headingLevel(tokens[i]!)}>`;
-rules.heading_close = (tokens, i) => `</h${headingLevel(tokens[i]!)}>\n`;
 // Wide tables scroll in a box of their own; alignment is a class because the policy refuses `style`.
 rules.table_open = () => '<div class="table" tabindex="0"><table>';
 // The body is there before its first row, so that a growing table only gets rows.
@@ -59,8 +56,20 @@ function labelsOf(env: Env | undefined): Labels {
   return env as Env & Labels;
 }
 
-function headingLevel(token: Token): number {
-  return Math.min(6, Number(token.tag[1]) + 2);
+/**
+ * Gives headings the tags of their depth. The page has its own headings above: an answer's begin at the third level, and
+ * none skips a level. `open`: the levels, as written, of the headings that the first token is under; returns those after
+ * the last.
+ */
+function nestHeadings(tokens: readonly Token[], open: readonly number[]): readonly number[] {
+  for (const token of tokens) {
+    if (token.type === "heading_open") {
+      const written = Number(token.tag[1]);
+      open = [...open.filter((level) => level < written), written];
+    }
+    if (token.type.startsWith("heading_")) token.tag = `h${Math.min(6, 2 + open.length)}`;
+  }
+  return open;
 }
 
 function cell(tag: string, token: Token): string {
@@ -86,6 +95,8 @@ export class Blocks {
   #finished = 0;
   #from = 0;
   #references: NonNullable<Env["references"]> = {};
+  /** The levels of the headings that the last block is under. */
+  #levels: readonly number[] = [];
 
   /**
    * The blocks of the text so far. Text that goes on from the last update's costs the last block only. A
@@ -98,6 +109,7 @@ export class Blocks {
       this.#finished = 0;
       this.#from = 0;
       this.#references = {};
+      this.#levels = [];
     }
     this.#text = text;
     this.#labels = labels;
@@ -105,11 +117,15 @@ export class Blocks {
     const rest = text.slice(this.#from);
     const env = { ...labels, references: this.#references };
     const groups = topLevel(md.parse(rest, env));
+    const before = groups.slice(0, -1);
+    const levels = before.reduce((open, { tokens }) => nestHeadings(tokens, open), this.#levels);
+    nestHeadings(groups.at(-1)?.tokens ?? [], levels);
     const parsed = groups.map(({ tokens }) => blockOf(tokens, env));
     this.#blocks = [...this.#blocks.slice(0, this.#finished), ...parsed];
     if (groups.length > 1) {
       this.#finished = this.#blocks.length - 1;
       this.#from += lineOffset(rest, groups.at(-1)!.startLine);
+      this.#levels = levels;
     }
     return this.#blocks;
   }

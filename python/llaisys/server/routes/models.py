@@ -47,5 +47,6 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": engine.model_names[0],
         "parent": None,
         "max_model_len": engine.max_model_len,
+        "default_sampling_params": engine.default_sampling_params,
         "permission": [],
     }
