@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from llaisys.config import Config
 from llaisys.server import fields as known_fields
-from llaisys.server import messages_schemas, request_schemas
+from llaisys.server import request_schemas
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
 from llaisys.server.responses.input import RESPONSES_NEUTRAL
 from llaisys.server.responses.schemas import ResponsesRequest
 
@@ -25,8 +26,8 @@ ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
     "/v1/embeddings": (request_schemas.EmbeddingRequest, known_fields.EMBEDDING_NEUTRAL),
     "/tokenize": (request_schemas.TokenizeRequest, known_fields.TOKENS_NEUTRAL),
     "/detokenize": (request_schemas.DetokenizeRequest, known_fields.TOKENS_NEUTRAL),
-    "/v1/messages": (messages_schemas.MessagesRequest, known_fields.MESSAGES_NEUTRAL),
-    "/v1/messages/count_tokens": (messages_schemas.CountTokensRequest, known_fields.MESSAGES_NEUTRAL),
+    "/v1/messages": (MessagesRequest, known_fields.MESSAGES_NEUTRAL),
+    "/v1/messages/count_tokens": (CountTokensRequest, known_fields.MESSAGES_NEUTRAL),
 }
 
 

@@ -13,8 +13,8 @@ from zlib import crc32
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
-from llaisys.server.messages_schemas import CountTokensRequest, MessagesRequest
-from llaisys.server.ollama_schemas import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
+from llaisys.server.ollama.schemas import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from llaisys.server.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,

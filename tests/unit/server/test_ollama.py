@@ -14,8 +14,8 @@ from fakes.service import FakeService, Piece
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, EngineDeadError, RejectedError
 from llaisys.registry import ModelRegistry
-from llaisys.server.ollama_chat import NEUTRAL, NO_EFFECT
-from llaisys.server.ollama_schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from llaisys.server.ollama.input import NEUTRAL, NO_EFFECT
+from llaisys.server.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from llaisys.server.routes.ollama_models import OLLAMA_VERSION
 from llaisys.server.state import ServerState
 

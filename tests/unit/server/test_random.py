@@ -16,10 +16,10 @@ from fakes.service import FakeService
 from llaisys.bench import http_client as bench
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
-from llaisys.server import messages_schemas
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
 from llaisys.server.http_errors import ANTHROPIC_PATH
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
 from llaisys.server.responses.schemas import ResponsesRequest
 from llaisys.server.state import ServerState
 from llaisys.server.stream_writer import DATA_EVENTS, StreamWriter
@@ -32,8 +32,8 @@ MODELS = {
     "/v1/embeddings": models.EmbeddingRequest,
     "/tokenize": models.TokenizeRequest,
     "/detokenize": models.DetokenizeRequest,
-    "/v1/messages": messages_schemas.MessagesRequest,
-    "/v1/messages/count_tokens": messages_schemas.CountTokensRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 SCALARS = (
     st.none()
@@ -65,7 +65,7 @@ def bodies(path: str) -> st.SearchStrategy[Any]:
     served = MODELS[path].model_fields
     good = {name: value for name, value in base.items() if name in served}
     good = {name: good[name] for name in list(good)[:1]}
-    if MODELS[path] is messages_schemas.MessagesRequest:
+    if MODELS[path] is MessagesRequest:
         good["max_tokens"] = 8
     random = st.dictionaries(st.sampled_from(sorted(served)), VALUES, max_size=4)
     return random | random.map(lambda drawn: {**drawn, **good}) | VALUES

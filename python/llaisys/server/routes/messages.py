@@ -27,8 +27,8 @@ from llaisys.server.http_errors import (
     error_responses,
     to_json,
 )
-from llaisys.server.messages_schemas import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
-from llaisys.server.messages_translation import chat_request, messages_field_names
+from llaisys.server.messages.input import chat_request, messages_field_names
+from llaisys.server.messages.schemas import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from llaisys.server.protocol import BodyRoute, engine_of
 from llaisys.server.request_schemas import ChatCompletionRequest
 from llaisys.server.response_body import Json, Part, join_parts

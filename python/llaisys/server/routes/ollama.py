@@ -28,8 +28,8 @@ from llaisys.server.http_errors import (
     ollama_error,
     to_json,
 )
-from llaisys.server.ollama_chat import FIELD_NAMES, NEUTRAL, NO_EFFECT, chat_of
-from llaisys.server.ollama_schemas import (
+from llaisys.server.ollama.input import FIELD_NAMES, NEUTRAL, NO_EFFECT, chat_of
+from llaisys.server.ollama.schemas import (
     OllamaChatAnswer,
     OllamaChatRequest,
     OllamaGenerateAnswer,

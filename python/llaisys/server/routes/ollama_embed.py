@@ -12,7 +12,7 @@ from starlette.responses import Response
 from llaisys.async_llm import AsyncLLM
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.http_errors import to_json
-from llaisys.server.ollama_schemas import (
+from llaisys.server.ollama.schemas import (
     OllamaEmbedAnswer,
     OllamaEmbeddingsAnswer,
     OllamaEmbeddingsRequest,

@@ -27,7 +27,7 @@ from llaisys.server.http_errors import (
     ollama_error,
     to_json,
 )
-from llaisys.server.ollama_schemas import (
+from llaisys.server.ollama.schemas import (
     OllamaDeleteRequest,
     OllamaPullRequest,
     OllamaStatus,

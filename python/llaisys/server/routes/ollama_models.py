@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from llaisys.async_llm import AsyncLLM
-from llaisys.server.ollama_schemas import OllamaShowRequest
+from llaisys.server.ollama.schemas import OllamaShowRequest
 from llaisys.server.protocol import BodyRoute
 from llaisys.server.response_body import Json
 from llaisys.server.routes.ollama import OLLAMA_ERRORS, find_model

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llaisys.errors import RejectedError, UnsupportedError
-from llaisys.server.messages_schemas import MessagesRequest
-from llaisys.server.messages_translation import chat_request
+from llaisys.server.messages.input import chat_request
+from llaisys.server.messages.schemas import MessagesRequest
 from llaisys.server.request_schemas import MESSAGES_MAX, ChatCompletionRequest
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"

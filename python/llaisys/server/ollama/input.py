@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llaisys.errors import RejectedError, UnsupportedError
-from llaisys.server.ollama_schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from llaisys.server.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from llaisys.server.request_schemas import ChatCompletionRequest
 from llaisys.server.response_body import Json
 

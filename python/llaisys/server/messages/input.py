@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.server.messages_schemas import CountTokensRequest, MessagesRequest
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
 from llaisys.server.protocol import field_names, text_of
 from llaisys.server.request_schemas import ChatCompletionRequest
 from llaisys.server.response_body import Json
