@@ -101,18 +101,18 @@ class ChatMessage(_Schema):
 
 
 class ChatChoice(_Schema):
-    """One choice. `token_ids` is present with `return_token_ids`."""
+    """One choice. `token_ids` is null without `return_token_ids`."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: StopReason
-    token_ids: list[int] = []
+    token_ids: list[int] | None
 
 
 class ChatCompletion(_Schema):
-    """A chat completion. The last two fields are present with `prompt_logprobs` and `return_token_ids`."""
+    """A chat completion. `prompt_logprobs` and `prompt_token_ids` are null unless requested."""
 
     id: str
     object: Literal["chat.completion"]
@@ -121,8 +121,10 @@ class ChatCompletion(_Schema):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageAnswer
-    prompt_logprobs: PromptLogprobs = None
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | None
+    service_tier: None
+    kv_transfer_params: None
 
 
 class CompletionLogprobsAnswer(_Schema):
@@ -142,9 +144,9 @@ class CompletionChoice(_Schema):
     logprobs: CompletionLogprobsAnswer | None
     finish_reason: Literal["stop", "length"]
     stop_reason: StopReason
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
-    prompt_logprobs: PromptLogprobs = None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(_Schema):
@@ -157,6 +159,8 @@ class Completion(_Schema):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
+    service_tier: None
+    kv_transfer_params: None
 
 
 class EmbeddingUsage(_Schema):

@@ -79,7 +79,16 @@ async def test_an_unstreamed_completion_has_the_openai_fields(client: httpx.Asyn
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        {
+            "index": 0,
+            "text": "Hello!",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
+        }
     ]
     assert body["usage"]["prompt_tokens"] == 2
     assert body["usage"]["completion_tokens"] == 3

@@ -160,7 +160,7 @@ def _nothing() -> None:
 
 
 async def _never() -> NoReturn:
-    """Wait for ever: nobody disconnects from a run (ASGI's `receive`)."""
+    """Wait without an end, because a run has no client that could disconnect (ASGI's `receive`)."""
     await asyncio.Event().wait()
     raise AssertionError("this event is never set")
 

@@ -26,7 +26,16 @@ from llaisys.server.http_errors import ApiError, error_responses, to_json
 from llaisys.server.logprobs import tokens_per_chunk
 from llaisys.server.protocol import BodyRoute, engine_of
 from llaisys.server.request_schemas import ChatCompletionRequest
-from llaisys.server.response_body import CHOICE_BYTES, ChatChoiceBuilder, Json, JsonList, Part, join_parts
+from llaisys.server.response_body import (
+    CHOICE_BYTES,
+    VLLM_NULLS,
+    ChatChoiceBuilder,
+    Json,
+    JsonList,
+    Part,
+    join_parts,
+    list_field,
+)
 from llaisys.server.response_schemas import ChatCompletion, one_or_stream
 from llaisys.server.stream_writer import DATA_EVENTS
 from llaisys.server.tools import ChoiceParser
@@ -155,11 +164,9 @@ class ChatCompletionBuilder:
         choices = [choice.parts(has_logprobs=options.n_top is not None) for choice in made]
         begin, usage = to_json(self.meta.fields("chat.completion"))[:-1], to_json(self.usage.body())
         out: list[Part] = [begin, b',"choices":[', *join_parts(choices), b'],"usage":', usage]
-        if options.prompt_logprobs:
-            out += [b',"prompt_logprobs":[', self._prompt_logprobs.data, b"]"]
-        if options.token_ids:
-            out += [b',"prompt_token_ids":[', self._prompt_ids.data, b"]"]
-        return [*out, b"}"]
+        out += list_field("prompt_logprobs", self._prompt_logprobs if options.prompt_logprobs else None)
+        out += list_field("prompt_token_ids", self._prompt_ids if options.token_ids else None)
+        return [*out, b",", to_json(VLLM_NULLS)[1:]]
 
     def _choice_chunks(self, output: CompletionOutput) -> list[Json]:
         options, index = self._options, output.index

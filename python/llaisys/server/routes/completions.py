@@ -39,7 +39,15 @@ from llaisys.server.protocol import (
     text_of,
 )
 from llaisys.server.request_schemas import CompletionRequest
-from llaisys.server.response_body import CHOICE_BYTES, Json, JsonList, Part, TextChoiceBuilder, join_parts
+from llaisys.server.response_body import (
+    CHOICE_BYTES,
+    VLLM_NULLS,
+    Json,
+    JsonList,
+    Part,
+    TextChoiceBuilder,
+    join_parts,
+)
 from llaisys.server.response_schemas import Completion, one_or_stream
 from llaisys.server.state import RequestEntry, state_of
 from llaisys.server.stream_writer import DATA_EVENTS
@@ -276,15 +284,14 @@ class TextCompletionBuilder:
         ]
         begin, end = (
             to_json(self.meta.fields("text_completion"))[:-1],
-            to_json({"usage": self.usage.body()})[1:],
+            to_json({"usage": self.usage.body(), **VLLM_NULLS})[1:],
         )
         return [begin, b',"choices":[', *join_parts(choices), b"],", end]
 
     def _prompt_fields(self, index: int) -> dict[str, JsonList | None]:
         """Return the fields of a choice that describe its prompt."""
-        prompt, more = index // self._options.n, {}
-        if self._options.token_ids:
-            more["prompt_token_ids"] = self._prompt_ids.get(prompt)
-        if self._options.prompt_logprobs:
-            more["prompt_logprobs"] = self._prompt_logprobs.get(prompt)
-        return more
+        prompt, options = index // self._options.n, self._options
+        return {
+            "prompt_token_ids": self._prompt_ids.get(prompt) if options.token_ids else None,
+            "prompt_logprobs": self._prompt_logprobs.get(prompt) if options.prompt_logprobs else None,
+        }
