@@ -24,7 +24,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Shift", "Enter"], does: "find_previous" },
   { keys: ["↑"], does: "edit_last" },
   { keys: ["↑ ↓"], does: "move_in_list" },
-  { keys: ["Home", "End"], does: "move_to_edge" },
+  { keys: ["Home / End"], does: "move_to_edge" },
 ];
 
 type Pressed = Pick<KeyboardEvent, "key" | "ctrlKey" | "metaKey" | "shiftKey" | "altKey">;
