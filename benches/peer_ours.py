@@ -71,7 +71,7 @@ class Ours:
         """Return the seconds of a call, and the part spent in the core."""
         params = SamplingParams(temperature=0.0, max_tokens=n_new, ignore_eos=True)
         start, core = time.perf_counter(), TimedContext.seconds
-        outputs = self.llm.generate(prompts, params)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         if any(len(output.outputs[0].token_ids) != n_new for output in outputs):
             sys.exit("a request returned fewer tokens than requested")

@@ -201,7 +201,9 @@ class Pair:
 def _generate(engine: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """Return greedy completions of exactly `max_tokens` tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return [list(output.outputs[0].token_ids) for output in engine.generate([*prompts], params)]
+    return [
+        list(output.outputs[0].token_ids) for output in engine.generate([*prompts], params, use_tqdm=False)
+    ]
 
 
 def cases_of(streams: int, fixed: Sequence[int]) -> list[tuple[int, str]]:

@@ -24,7 +24,7 @@ from llaisys.async_llm import AsyncLLM
 from llaisys.config import load_config
 from llaisys.engine.batch import Batch, StepResult
 from llaisys.engine.worker import Worker
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from peers import cpu_name
 
 N_CHAT, N_ANSWER, N_NEW, N_STREAMS = 1500, 32, 20, 8
@@ -56,7 +56,9 @@ def ids(rng: random.Random, n: int) -> list[int]:
 
 async def generate(llm: AsyncLLM, prompt: list[int], n_tokens: int, name: str) -> tuple[float, list[int]]:
     """Return the seconds to the first token, and all token ids."""
-    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=n_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
     start_s, first_s, completion = time.perf_counter(), 0.0, []
     async for output in llm.generate(prompt, params, name):
         first_s = first_s or time.perf_counter() - start_s

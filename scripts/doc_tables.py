@@ -12,15 +12,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from llaisys.config import Config
-from llaisys.server import protocol, request_schemas
+from llaisys.server import fields as known_fields
+from llaisys.server import request_schemas
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
+from llaisys.server.responses.input import RESPONSES_NEUTRAL
+from llaisys.server.responses.schemas import ResponsesRequest
 
 ROOT = Path(__file__).parents[1]
 ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
-    "/v1/chat/completions": (request_schemas.ChatCompletionRequest, protocol.CHAT_NEUTRAL),
-    "/v1/completions": (request_schemas.CompletionRequest, protocol.COMPLETION_NEUTRAL),
-    "/v1/embeddings": (request_schemas.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
-    "/tokenize": (request_schemas.TokenizeRequest, protocol.TOKENS_NEUTRAL),
-    "/detokenize": (request_schemas.DetokenizeRequest, protocol.TOKENS_NEUTRAL),
+    "/v1/chat/completions": (request_schemas.ChatCompletionRequest, known_fields.CHAT_NEUTRAL),
+    "/v1/completions": (request_schemas.CompletionRequest, known_fields.COMPLETION_NEUTRAL),
+    "/v1/responses": (ResponsesRequest, RESPONSES_NEUTRAL),
+    "/v1/embeddings": (request_schemas.EmbeddingRequest, known_fields.EMBEDDING_NEUTRAL),
+    "/tokenize": (request_schemas.TokenizeRequest, known_fields.TOKENS_NEUTRAL),
+    "/detokenize": (request_schemas.DetokenizeRequest, known_fields.TOKENS_NEUTRAL),
+    "/v1/messages": (MessagesRequest, known_fields.MESSAGES_NEUTRAL),
+    "/v1/messages/count_tokens": (CountTokensRequest, known_fields.MESSAGES_NEUTRAL),
 }
 
 
@@ -33,7 +40,7 @@ def fields() -> str:
             values = ", ".join(f"`{json.dumps(value)}`" for value in (None, *neutral[name]))
             rows.append(f"| `{name}` | 400, except {values} |")
         parts.append(f"### `{path}`\n\n| field | |\n|---|---|\n" + "\n".join(rows))
-    no_effect = ", ".join(f"`{name}`" for name in sorted(protocol.NO_EFFECT))
+    no_effect = ", ".join(f"`{name}`" for name in sorted(known_fields.NO_EFFECT))
     return "\n\n".join([f"Without effect everywhere: {no_effect}.", *parts])
 
 

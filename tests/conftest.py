@@ -86,7 +86,9 @@ def fake_model(fake_core: None, monkeypatch: pytest.MonkeyPatch) -> ModelAssets:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SmolLM2 with the settings of `make serve`, and 2,048 cells."""
-    with serving(tmp_path_factory.mktemp("smollm2"), "smollm2", "--num-kv-cells", "2048") as server:
+    folder = tmp_path_factory.mktemp("smollm2")
+    flags = ("--num-kv-cells", "2048", "--response-store", str(folder / "responses.db"))
+    with serving(folder, "smollm2", *flags) as server:
         yield server
 
 

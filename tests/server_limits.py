@@ -12,6 +12,7 @@ import pytest
 from llaisys.config import load_config
 from llaisys.errors import RejectedError
 from llaisys.server.http_errors import to_api_error
+from llaisys.server.responses.store import ResponseStore, StoredResponse
 from llaisys.server.webui.chat_store import ChatStore
 
 
@@ -26,3 +27,24 @@ def max_chat_bytes_per_key() -> None:
         with pytest.raises(RejectedError) as caught:
             asyncio.run(store.put("", "more", 0, {}))
     assert (to_api_error(caught.value, "").status_code, caught.value.param) == (400, "chat")
+
+
+def max_stored_response_bytes_per_key() -> None:
+    """The oldest response is deleted, and a single larger one is refused."""
+    config = load_config({"max_stored_response_bytes_per_key": 300})
+    body = {"previous_response_id": None, "output": []}
+
+    async def use(store: ResponseStore) -> None:
+        for id in ("first", "second"):
+            await store.add("", StoredResponse({**body, "id": id, "text": "x" * 100}, [], is_open=False))
+        assert await store.get("", "first") is None
+        assert await store.get("", "second") is not None
+        with pytest.raises(RejectedError) as caught:
+            await store.add("", StoredResponse({**body, "id": "large", "text": "x" * 300}, [], is_open=False))
+        assert (to_api_error(caught.value, "").status_code, caught.value.param) == (400, "store")
+
+    with (
+        TemporaryDirectory() as folder,
+        closing(ResponseStore(Path(folder, "r.db"), config.max_stored_response_bytes_per_key)) as store,
+    ):
+        asyncio.run(use(store))

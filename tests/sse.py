@@ -28,3 +28,19 @@ def chunks(raw: bytes) -> list[dict[str, Any]]:
     assert found.count("[DONE]") == 1
     assert found[-1] == "[DONE]"
     return [event for event in found[:-1] if event != "ping"]
+
+
+def named_events(raw: bytes) -> list[dict[str, Any]]:
+    """Return the events of a whole stream without pings. The name of each is the `type` of its data."""
+    text = raw.decode("utf-8")
+    assert text.endswith("\n\n"), text[-80:]
+    found = []
+    for frame in text.removesuffix("\n\n").split("\n\n"):
+        if frame == ": ping":
+            continue
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert data.startswith("data: "), frame
+        assert name == f"event: {event['type']}", frame
+        found.append(event)
+    return found

@@ -107,11 +107,14 @@ def ours_streams(folder: Path, workload: Workload) -> Values:
 
 
 async def _streams(folder: Path, workload: Workload) -> Values:
-    from llaisys import AsyncLLM, SamplingParams
+    from llaisys import AsyncLLM, RequestOutputKind, SamplingParams
     from llaisys.config import load_config
 
     async def one(ids: list[int], n: int, name: str) -> tuple[float, float, int]:
-        params = SamplingParams(temperature=workload.temperature, max_tokens=n, ignore_eos=True)
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(
+            temperature=workload.temperature, max_tokens=n, ignore_eos=True, output_kind=kind
+        )
         begun, first_s, n_out = time.perf_counter(), 0.0, 0
         async for delta in service.generate(ids, params, name):
             n_new = sum(len(output.token_ids) for output in delta.outputs)

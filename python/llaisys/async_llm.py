@@ -11,43 +11,47 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from llaisys.config import Config
+from llaisys.async_text import AsyncText
+from llaisys.config import Config, package_version
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.limits import LOGPROBS_FREE, LOGPROBS_OPEN_MAX, many_logprobs
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.start import start_engine
 from llaisys.engine.timeline import FINISHED_MAX
+from llaisys.engine.worker import available_isas, core_digest
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError, SlowReaderError
 from llaisys.grammar_trials import GrammarTrials
 from llaisys.lazy_engine import LazyEngine
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo, Pooling
+from llaisys.model_tokenizer import ModelTokenizer
 from llaisys.output_collector import COLLECTOR_BYTES_MAX, RequestOutputCollector
+from llaisys.output_formats import OutputFormats
 from llaisys.output_handler import OutputHandler
-from llaisys.output_parts import OutputParser
-from llaisys.output_processor import OutputProcessor, aborted_output
+from llaisys.output_processor import OutputAccumulator, OutputProcessor, aborted_output, empty_output
 from llaisys.outputs import FinishReason, RequestId, RequestOutput
-from llaisys.prompt import tokenize_bad_words, truncate_prompt
+from llaisys.prompt import Prompt, read_prompt, tokenize_bad_words
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.session_client import SessionClient
 from llaisys.session_info import SessionInfo
+from llaisys.shares import Shares
 from llaisys.stats import EngineStats, RequestStats, ServiceStats
-from llaisys.text.reasoning import CompletionParser
-from llaisys.text.tokenizer_pool import AsyncTokenizer, TokenizerPool
-from llaisys.text.tool_calls import ToolFormat, tool_grammar, tool_parser
+from llaisys.text.tokenizer_pool import TokenizerPool
 from llaisys.timeline import Timeline, with_reader_lags
+from llaisys.vllm_arguments import refuse
 
 __all__ = ["AsyncLLM", "ServiceStats"]
 
 log = logging.getLogger(__name__)
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncText):
     """Serves one model to many concurrent requests. Create it with `start`, and call it on that event loop
     only.
 
@@ -61,18 +65,19 @@ class AsyncLLM:
 
     def __init__(self, config: Config, model: ModelAssets) -> None:
         """Initialize the state without loading; use `start` instead."""
-        self._config = config
-        self._model = model
+        super().__init__(config, model)
         self._processor = OutputProcessor(model.tokenizer)
+        self._output_formats = OutputFormats.of(config, model.template, model.tokenizer)
         self._grammar_compiler = model.grammar_compiler()
         self._grammar_trials = GrammarTrials(self._grammar_compiler.tokenizer)
-        self._async_tokenizer: AsyncTokenizer | None = None  # None: tokenize in threads of this process
         self._collectors: dict[RequestId, RequestOutputCollector] = {}
         # Open streams that were not submitted yet -> whether they were aborted.
         self._unsubmitted: dict[RequestId, bool] = {}
         # Intervals in which the readers of ended streams were late; one entry per timeline that the engine
         # keeps.
         self._reader_lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
+        # Open requests with many logprobs -> their client and number of entries.
+        self._logprobs: dict[RequestId, tuple[str, int]] = {}
         self._sessions = SessionClient(self._call_engine)
         self._output_handler = OutputHandler(asyncio.get_running_loop(), self._process_output)
         self._exits, self._n_clients = False, 1
@@ -140,9 +145,21 @@ class AsyncLLM:
         return dict(self._model.sampling_defaults)
 
     @property
+    def system_fingerprint(self) -> str:
+        """What the bits of a response depend on: version, build of the core, and instruction set."""
+        isa = available_isas()[0] if self._config.isa == "auto" else self._config.isa
+        isa = "cuda" if self._config.device == "cuda" else isa
+        return f"llaisys-{package_version()}-{core_digest()}-{isa}"
+
+    @property
     def pooling(self) -> Pooling:
         """How embeddings are pooled. Raises UnsupportedError if the model needs an unsupported pooling."""
         return self._model.embedding_pooling()
+
+    @property
+    def output_formats(self) -> OutputFormats:
+        """How the model marks tool calls and reasoning in a completion."""
+        return self._output_formats
 
     @property
     def sessions(self) -> SessionClient:
@@ -153,40 +170,57 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
         request_id: RequestId,
         *,
-        client_id: str = "",
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
         priority: int = 0,
-        session_id: str = "",
+        session_id: str | None = None,
+        client_id: str = "",
         cache_salt: str = "",
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield deltas: `outputs` have the `text`, `token_ids` and `logprobs` since the previous delta.
+        """Yield the outputs of a request while it runs; arguments and order are vLLM's, and some more.
 
-        - `prompt`: text (tokenized off the event loop, with `add_special_tokens`) or token ids.
+        - `prompt`: text (tokenized off the event loop, with `add_special_tokens`), `{"prompt": text}`,
+          `{"prompt_token_ids": ids}`, or token ids.
+        - `sampling_params.output_kind`: by default each output has everything so far. With DELTA, `outputs`
+          have the `text`, `token_ids` and `logprobs` since the previous output. With FINAL_ONLY, only the
+          last output is yielded.
         - `priority`: lower runs first. `client_id`: the client for fair scheduling. `cache_salt`: only
           requests with the same salt share cached prefixes.
         - `session_id`: the client's session, which is created if it is new. It keeps the KV of the request,
           or of the first of several choices. The prompt must still be the whole conversation.
-        - `pooling`: compute the prompt's embedding instead of a completion. The only delta has the embedding
-          and the finish reason `stop`; of `params` only `truncate_prompt_tokens` applies.
-        - With `n` > 1 a delta has the choices that changed, by their `index`.
-        - Only the last delta of a choice has a `finish_reason` (`stop`, `length` or `abort`), and only the
-          last delta of the request is `finished`.
-        - A slow reader receives several steps in one delta; the completion does not depend on its speed.
+        - `pooling`: compute the prompt's embedding instead of a completion. The only output has the embedding
+          and the finish reason `stop`; of `sampling_params` only `truncate_prompt_tokens` applies.
+        - `lora_request`, `tokenization_kwargs`, `trace_headers`: of vLLM; only None is accepted.
+        - With `n` > 1 an output has all choices so far; a delta has those that changed, by their `index`.
+        - A choice has a `finish_reason` (`stop`, `length` or `abort`) once it has ended, a delta in the last
+          one of the choice. Only the last output of the request is `finished`.
+        - A slow reader receives several steps in one output; the completion does not depend on its speed.
 
         Closing the iterator (`aclose`, a canceled task) cancels the request within one engine step. Nothing
         is submitted before the first `anext`, which raises the error of a rejected request.
         """
-        collector = self._open_stream(request_id)
+        params = sampling_params
+        collector = self._open_stream(request_id, params)
         try:
+            refuse(
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+            )
             if params.structured_outputs is not None:
                 await self.compile_grammar(params.structured_outputs, client_id)
-            ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
-            text = prompt if isinstance(prompt, str) else None
+            text, given = read_prompt(prompt) if isinstance(prompt, Mapping) else (None, prompt)
+            text = given if isinstance(given, str) else text
+            ids = await self.prompt_ids(
+                (text or "") if given is None else given, params, add_special_tokens=add_special_tokens
+            )
             words: tuple[tuple[int, ...], ...] = ()
             if params.bad_words:
                 words = await asyncio.to_thread(tokenize_bad_words, self._model.tokenizer, params.bad_words)
@@ -197,6 +231,7 @@ class AsyncLLM:
             if self._unsubmitted.pop(request_id):
                 yield aborted_output(request_id, text, ids, params.n)
                 return
+            self._reserve_logprobs(request_id, client_id, many_logprobs(len(ids), params, client.limits))
             self._processor.add(request_id, text, ids, params)
             client.submit(
                 EngineRequest(
@@ -208,7 +243,7 @@ class AsyncLLM:
                     deadline_s=arrival_s + self._config.request_timeout_s,
                     client_id=client_id,
                     priority=priority,
-                    session_id=session_id,
+                    session_id=session_id or "",
                     cache_salt=cache_salt,
                     bad_word_ids=words,
                     prediction_token_ids=prediction,
@@ -216,53 +251,16 @@ class AsyncLLM:
                 )
             )
             self._request_stats.record_submission(request_id, len(ids), params, arrival_s)
+            whole = OutputAccumulator(params.output_kind, empty_output(request_id, text, ids, params.n))
             finished = False
             while not finished:
-                output = await collector.get()
-                finished = output.finished
-                yield output
+                delta = await collector.get()
+                finished = delta.finished
+                output = whole.add(delta)
+                if output is not None:
+                    yield output
         finally:
             self._close_stream(request_id)
-
-    async def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        n_tokens_max: int | None = None,
-    ) -> list[int]:
-        """Render a conversation with the model's chat template and return its token ids, off the event loop.
-
-        Templates write their own special tokens; `add_special_tokens` adds the tokenizer's. Raises
-        UnsupportedError if the model has no template, RejectedError for invalid messages, ContextLengthError
-        as `encode` does.
-        """
-        options = {
-            **(template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        if self._async_tokenizer is not None:
-            self._model.chat_template()
-            return await self._async_tokenizer.chat(messages, options, add_special_tokens, n_tokens_max)
-        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
-        return await self.encode(text) if add_special_tokens else ids
-
-    async def prompt_ids(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
-        if isinstance(prompt, str):
-            n_tokens_max = self.max_prompt_tokens(params)
-            ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_tokens_max=n_tokens_max)
-        else:
-            ids = list(prompt)
-        return truncate_prompt(ids, params, self.max_model_len)
 
     async def compile_grammar(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
         """Compile a grammar in a worker process with limits; the result is cached per client.
@@ -271,56 +269,6 @@ class AsyncLLM:
         QueueFullError if too many grammars of the client wait.
         """
         await self._grammar_trials.check(spec, client_id)
-
-    def tool_grammar(
-        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
-    ) -> StructuredOutputsParams:
-        """Return the grammar of a completion that calls tools, once or, with `parallel`, several times.
-
-        `tools`: name -> JSON schema of the arguments. The format is that of `tool_call_parser`, by default
-        hermes.
-        """
-        return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
-
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser | None:
-        """Return a parser of one choice for reasoning, content and calls of these tools.
-
-        None if there is nothing to parse, so that the whole completion is content.
-
-        A completion under a grammar has no reasoning.
-        """
-        reasoning = None if params.structured_outputs is not None else self._config.reasoning_parser
-        if reasoning is None and not tools:
-            return None
-        return CompletionParser(reasoning, tool_parser(self._tool_format, tools) if tools else None)
-
-    @property
-    def _tool_format(self) -> ToolFormat:
-        return self._config.tool_call_parser or "hermes"
-
-    def max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""
-        if params.truncate_prompt_tokens is not None:
-            return None
-        return self._config.max_input_tokens or self.max_model_len
-
-    async def encode(
-        self, text: str, *, add_special_tokens: bool = True, n_tokens_max: int | None = None
-    ) -> list[int]:
-        """Return the token ids of a text, tokenized off the event loop. Raises as `Tokenizer.encode`."""
-        if self._async_tokenizer is not None:
-            return await self._async_tokenizer.encode(text, add_special_tokens, n_tokens_max)
-        return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens, n_tokens_max)
-
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids, off the event loop."""
-        if self._async_tokenizer is not None:
-            return await self._async_tokenizer.decode(ids, skip_special_tokens)
-        return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
-
-    async def token_strs(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary entry of each token id, off the event loop."""
-        return await asyncio.to_thread(lambda: [self._model.tokenizer.vocab_text(id) for id in ids])
 
     def abort(self, request_id: RequestId) -> None:
         """Cancel a request; its stream ends with finish reason `abort`. Unknown ids are ignored."""
@@ -344,6 +292,24 @@ class AsyncLLM:
             timelines = await asyncio.wrap_future(self._client.timelines(request_id, client_id))
         lags = self._reader_lags.get(request_id, ()) if collector is None else collector.lags()
         return {index: with_reader_lags(timeline, lags) for index, timeline in timelines.items()}
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Remove all cached prefixes, except those of sessions; return True if that was done.
+
+        While requests run, nothing is removed and False is returned, as in vLLM. The arguments are vLLM's;
+        only False is accepted. Raises as `timeline`.
+        """
+        refuse(reset_running_requests=reset_running_requests or None, reset_connector=reset_connector or None)
+        if self._client is None:
+            return True
+        with self._engine.acquired():
+            return await asyncio.wrap_future(self._client.reset_prefix_cache())
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Return the model's tokenizer. Its methods run on the calling thread."""
+        return ModelTokenizer(self._model)
 
     # --- health ---
 
@@ -427,19 +393,39 @@ class AsyncLLM:
         if self._client is not None:
             self._client.cancel(request_id, index)
 
-    def _open_stream(self, request_id: RequestId) -> RequestOutputCollector:
+    def _open_stream(self, request_id: RequestId, params: SamplingParams) -> RequestOutputCollector:
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
         if request_id in self._collectors:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         self._engine.acquire()
-        collector = self._collectors[request_id] = RequestOutputCollector()
+        merges = 0 <= (params.logprobs or 0) <= LOGPROBS_FREE
+        collector = self._collectors[request_id] = RequestOutputCollector(merges=merges)
         self._unsubmitted[request_id] = False
         self._reader_lags.pop(request_id, None)
         return collector
 
+    def _reserve_logprobs(self, request_id: RequestId, client_id: str, n_entries: int) -> None:
+        """Count the entries of a request until its stream is closed.
+
+        Raises QueueFullError if the open requests of all clients, or of this one, would have too many.
+        """
+        if not n_entries:
+            return
+        n_open: Counter[str] = Counter()
+        for client, n in self._logprobs.values():
+            n_open[client] += n
+        shares = Shares(LOGPROBS_OPEN_MAX, self._n_clients)
+        if n_open[client_id] and not shares.allows(n_open, client_id, n_entries):
+            raise QueueFullError(
+                f"open requests have {n_open.total()} logprobs, and this one {n_entries}; the limit is "
+                f"{shares.maximum}: try later, or request fewer"
+            )
+        self._logprobs[request_id] = client_id, n_entries
+
     def _close_stream(self, request_id: RequestId) -> None:
         """Release everything of a stream after its end, its error, or the end of its reader."""
+        self._logprobs.pop(request_id, None)
         self._unsubmitted.pop(request_id, None)
         if lags := self._collectors.pop(request_id).lags():
             self._reader_lags[request_id] = lags

@@ -14,7 +14,16 @@ from llaisys.errors import RejectedError
 DEPTH_MAX = 32
 # Schemas and tools are deeper; their own bound (64) counts from these fields on.
 DEEP_FIELDS = frozenset(
-    {"tools", "tool_choice", "response_format", "structured_outputs", "guided_json", "messages"}
+    {
+        "tools",
+        "tool_choice",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "messages",
+        "output_config",
+        "text",
+    }
 )
 DEEP_DEPTH_MAX = 72
 # Maximum lists and objects, which cost most to create: 4 MiB of `[]` are 1.4 million of them and took 0.8 s.

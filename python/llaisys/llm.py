@@ -5,58 +5,30 @@ It runs the same engine as the server.
 
 from __future__ import annotations
 
-import itertools
-import logging
-import math
-import queue
-import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
-from tqdm import tqdm
-
-from llaisys.config import Config, load_config
-from llaisys.engine.client import EngineClient
-from llaisys.engine.engine_output import EngineOutput
-from llaisys.engine.request import EngineRequest
-from llaisys.engine.start import start_engine
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
-from llaisys.grammar_trials import GrammarTrials
+from llaisys.config import load_config
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.llm_pooling import PoolingMethods
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo
-from llaisys.output_processor import OutputProcessor, append_delta, empty_output
-from llaisys.outputs import RequestId, RequestOutput
-from llaisys.prompt import tokenize_bad_words, truncate_prompt
+from llaisys.model_tokenizer import ModelTokenizer
+from llaisys.offline_engine import OfflineEngine, PreparedPrompt, ShowProgress, merge_deltas
+from llaisys.outputs import RequestOutput
+from llaisys.prompt import Prompt, as_prompt_list
 from llaisys.sampling_params import SamplingParams
 from llaisys.session_client import check_name
+from llaisys.vllm_arguments import refuse
 
-log = logging.getLogger(__name__)
-
-Prompt: TypeAlias = "str | Mapping[str, Any] | Sequence[int]"
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 ParamsOrList: TypeAlias = "SamplingParams | Sequence[SamplingParams]"
+PriorityOrList: TypeAlias = "int | Sequence[int]"
+PRIORITY_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparedPrompt:
-    """One validated prompt with everything that the engine needs."""
-
-    request_id: RequestId
-    text: str | None
-    ids: list[int]
-    params: SamplingParams
-    bad_word_ids: tuple[tuple[int, ...], ...]
-    prediction_token_ids: list[int]
-    session_id: str
-
-
-class LLM:
+class LLM(PoolingMethods):
     """Loads one model and generates completions. `close`, a `with` block or garbage collection frees it.
 
     `model` is a folder, a `.gguf` file or the name of an embedded model (`smollm2`). Every field of
@@ -93,27 +65,8 @@ class LLM:
         config = load_config(
             {"model": str(model), "dtype": dtype, "device": device, "seed": seed, **settings, **given}
         )
-        # Prompts are submitted as requests end; a queue shorter than a batch would leave the batch partly
-        # empty.
-        n_open = max(config.max_num_queued_reqs, config.max_num_seqs)
-        queue_limits = {"max_num_queued_reqs": n_open, "max_num_queued_tokens": None}
-        self._config: Config = config.model_copy(update=queue_limits)
-        self._model: ModelAssets = load_model_assets(self._config)
-        self._router = _Router(n_open)
-        self._ordinals = itertools.count()
-        # The engine refers to the router and not to this object, so that garbage collection can free the
-        # engine.
-        compiler = self._model.grammar_compiler()
-        self._client = start_engine(
-            self._config,
-            self._model.info,
-            self._router.deliver,
-            grammar_compiler=compiler,
-            draft=self._model.draft,
-        )
-        self._grammar_trials = GrammarTrials(compiler.tokenizer)
-        self._finalizer = weakref.finalize(self, _close, self._client, self._grammar_trials)
-        self._finalizer.atexit = False  # the client closes itself at exit
+        self._model: ModelAssets = load_model_assets(config)
+        self._engine = OfflineEngine(config, self._model)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -123,7 +76,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """The longest request in tokens, prompt and completion together."""
-        return self._client.limits.max_model_len
+        return self._engine.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's defaults, which `generate` uses without `sampling_params`."""
@@ -135,9 +88,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: ParamsOrList | None = None,
         *,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        priority: PriorityOrList | None = None,
+        tokenization_kwargs: None = None,
         stream: Literal[False] = False,
         session_id: str | Sequence[str] = "",
-        use_tqdm: bool = False,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -146,9 +102,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: ParamsOrList | None = None,
         *,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        priority: PriorityOrList | None = None,
+        tokenization_kwargs: None = None,
         stream: Literal[True],
         session_id: str | Sequence[str] = "",
-        use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]: ...
 
     def generate(
@@ -156,27 +115,35 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: ParamsOrList | None = None,
         *,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        priority: PriorityOrList | None = None,
+        tokenization_kwargs: None = None,
         stream: bool = False,
         session_id: str | Sequence[str] = "",
-        use_tqdm: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Return the completions in the order of the prompts; with `stream`, an iterator over deltas.
 
         - `prompts`: one prompt or several, each as text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or
           token ids.
         - `sampling_params`: one for all prompts, or one per prompt. None selects the model's defaults.
+        - `use_tqdm`: show a progress bar on stderr; a callable makes it (`functools.partial(tqdm,
+          leave=False)`). With `stream` there is none.
+        - `priority`: one number for all prompts, or one per prompt. Lower runs first.
         - `session_id`: one session name per prompt, "" for no session. A new name creates a session, which
           keeps the request's KV. The prompt must still be the whole conversation.
         - `stream`: each item is a delta of one choice, whose one output has the new `text`, `token_ids` and
           `logprobs`. Deltas of several prompts are interleaved; request ids ascend in the order of the
           prompts. Nothing is submitted before the first item. Closing the iterator cancels open requests.
+        - `lora_request`, `tokenization_kwargs`: of vLLM; only None is accepted.
 
         All prompts are validated before any of them runs. RejectedError names the field, ContextLengthError
         both lengths. A request that fails or times out does not stop the others. Its `finish_reason` is
         `error` or `timeout`, and the log has the cause. Raises EngineDeadError if the engine dies.
         """
-        texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        prepared = self._prepare(texts_and_ids, sampling_params, session_id)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        encoded = [self._engine.encode(prompt) for prompt in as_prompt_list(prompts)]
+        prepared = self._prepare(encoded, sampling_params, session_id, priority)
         return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     @overload
@@ -184,14 +151,20 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: ParamsOrList | None = None,
-        *,
-        stream: Literal[False] = False,
-        session_id: str | Sequence[str] = "",
-        use_tqdm: bool = False,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        *,
+        priority: PriorityOrList | None = None,
+        stream: Literal[False] = False,
+        session_id: str | Sequence[str] = "",
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -199,33 +172,64 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: ParamsOrList | None = None,
-        *,
-        stream: Literal[True],
-        session_id: str | Sequence[str] = "",
-        use_tqdm: bool = False,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        *,
+        priority: PriorityOrList | None = None,
+        stream: Literal[True],
+        session_id: str | Sequence[str] = "",
     ) -> Iterator[RequestOutput]: ...
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: ParamsOrList | None = None,
-        *,
-        stream: bool = False,
-        session_id: str | Sequence[str] = "",
-        use_tqdm: bool = False,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        *,
+        priority: PriorityOrList | None = None,
+        stream: bool = False,
+        session_id: str | Sequence[str] = "",
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Complete one conversation or several, rendered with the model's chat template.
 
+        - `chat_template`: the text of a template that replaces the model's. It runs in the same sandbox.
+        - `tools`: definitions of functions in OpenAI's format, for the template. A call stays in the `text`.
+        - `chat_template_kwargs`: further variables for the template.
+        - `chat_template_content_format`: "auto" and "string" are the same, because templates get the content
+          of a message as one string.
+        - `mm_processor_kwargs`: of vLLM; only None is accepted.
+
         Otherwise like `generate`. Raises UnsupportedError if the model has no template.
         """
+        refuse(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        if chat_template_content_format not in ("auto", "string"):
+            raise UnsupportedError(
+                f"chat_template_content_format is {chat_template_content_format!r}: templates get the "
+                "content as one string; pass 'auto' or 'string'",
+                param="chat_template_content_format",
+            )
+        self._engine.check_open()
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if one else list(messages)
         options = {
@@ -234,14 +238,28 @@ class LLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        self._check_open()
-        rendered = [self._model.chat_prompt(conversation, options) for conversation in conversations]
-        prepared = self._prepare([*rendered], sampling_params, session_id)
+        template = self._model.chat_template(chat_template) if conversations else None
+        rendered = [self._model.chat_prompt(each, options, template) for each in conversations]
+        prepared = self._prepare([*rendered], sampling_params, session_id, priority)
         return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Return the model's tokenizer."""
+        return ModelTokenizer(self._model)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Remove all cached prefixes, except those of sessions; return True if that was done.
+
+        While requests of another thread run, nothing is removed and False is returned, as in vLLM. The
+        arguments are vLLM's; only False is accepted.
+        """
+        refuse(reset_running_requests=reset_running_requests or None, reset_connector=reset_connector or None)
+        self._engine.check_open()
+        return self._engine.client.reset_prefix_cache().result()
 
     def close(self) -> None:
         """Free the model. Idempotent."""
-        self._finalizer()
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -253,69 +271,26 @@ class LLM:
 
     # --- internals ---
 
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise RejectedError("this LLM is closed")
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if given, and its token ids."""
-        self._check_open()
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
-            if not isinstance(prompt.get("prompt"), str):
-                raise RejectedError(
-                    "a prompt object needs 'prompt' (text) or 'prompt_token_ids'", param="prompts"
-                )
-            prompt = str(prompt["prompt"])
-        if isinstance(prompt, str):
-            return prompt, self._model.tokenizer.encode(prompt, add_special_tokens=True)
-        return None, _ids(prompt)
-
     def _prepare(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: ParamsOrList | None,
         session_id: str | Sequence[str],
-    ) -> list[_PreparedPrompt]:
-        """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
-        params = self._params(sampling_params, len(prompts))
-        sessions = _sessions(session_id, len(prompts))
-        prepared = [
-            _PreparedPrompt(
-                f"{next(self._ordinals)}",
-                text,
-                truncate_prompt(ids, each, self.max_model_len),
-                each,
-                tokenize_bad_words(self._model.tokenizer, each.bad_words),
-                self._model.tokenizer.encode(each.prediction, False) if each.prediction else [],
-                session,
-            )
-            for (text, ids), each, session in zip(prompts, params, sessions, strict=True)
-        ]
-        for prompt in prepared:
-            self._client.check(prompt.ids, prompt.params)
-            if prompt.params.structured_outputs is not None:
-                self._grammar_trials.check_now(prompt.params.structured_outputs)
-        return prepared
+        priority: PriorityOrList | None,
+    ) -> list[PreparedPrompt]:
+        n = len(prompts)
+        return self._engine.prepare(
+            prompts,
+            self._params(sampling_params, n),
+            sessions=_sessions(session_id, n),
+            priorities=_priorities(priority, n),
+        )
 
     def _run(
-        self, prepared: Sequence[_PreparedPrompt], *, stream: bool, use_tqdm: bool
+        self, prepared: Sequence[PreparedPrompt], *, stream: bool, use_tqdm: ShowProgress
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        deltas = self._deltas(prepared, use_tqdm=use_tqdm)
-        return deltas if stream else _merge_deltas(prepared, deltas)
-
-    def _deltas(self, prepared: Sequence[_PreparedPrompt], *, use_tqdm: bool) -> Iterator[RequestOutput]:
-        """Run the requests. The generator refers to `self`, so the engine is not freed while it is read."""
-        with tqdm(total=len(prepared), desc="Processed prompts", disable=not use_tqdm) as progress:
-            yield from _GenerateCall(self._client, self._model, self._router, self._timeout_s()).deltas(
-                prepared, progress
-            )
-
-    def _timeout_s(self) -> float:
-        """Return the time limit per request in seconds; infinite unless `request_timeout_s` was set."""
-        is_set = "request_timeout_s" in self._config.model_fields_set
-        return self._config.request_timeout_s if is_set else math.inf
+        deltas = self._engine.deltas(prepared, use_tqdm=False if stream else use_tqdm)
+        return deltas if stream else merge_deltas(prepared, deltas)
 
     def _params(self, given: ParamsOrList | None, n_prompts: int) -> Sequence[SamplingParams]:
         if given is None:
@@ -330,140 +305,22 @@ class LLM:
         return given
 
 
-class _Router:
-    """Routes outputs from the engine thread to the calls of `generate`; bounds the number of open requests.
-
-    A call acquires a permit before it submits a request; the request's last output releases it.
-    """
-
-    def __init__(self, n_open_max: int) -> None:
-        self._permits = threading.Semaphore(n_open_max)
-        self._readers: dict[RequestId, queue.SimpleQueue[EngineOutput]] = {}
-
-    def register(self, request_id: RequestId, reader: queue.SimpleQueue[EngineOutput], *, wait: bool) -> bool:
-        """Acquire a permit and register the reader. Without `wait`, return False if no permit is free."""
-        if not self._permits.acquire(blocking=wait):
-            return False
-        self._readers[request_id] = reader
-        return True
-
-    def unregister(self, request_id: RequestId) -> queue.SimpleQueue[EngineOutput]:
-        """Release the permit; return the reader of the request."""
-        self._permits.release()
-        return self._readers.pop(request_id)
-
-    def deliver(self, outputs: list[EngineOutput]) -> None:
-        """Route the outputs of a step; called on the engine thread."""
-        for output in outputs:
-            reader = self.unregister(output.request_id) if output.last else self._readers[output.request_id]
-            reader.put(output)
-
-
-class _GenerateCall:
-    """One call of `generate`: submits its prompts as permits become available, and yields their deltas."""
-
-    def __init__(self, client: EngineClient, model: ModelAssets, router: _Router, timeout_s: float) -> None:
-        self._client = client
-        self._router = router
-        self._timeout_s = timeout_s
-        self._eos = tuple(model.info.eos_token_ids)
-        self._processor = OutputProcessor(model.tokenizer)
-        self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
-        self._open: set[RequestId] = set()
-
-    def deltas(
-        self, prepared: Sequence[_PreparedPrompt], progress: tqdm[NoReturn]
-    ) -> Iterator[RequestOutput]:
-        """Yield deltas in the order of the engine's outputs.
-
-        An error, Ctrl-C or closing the iterator cancels open requests.
-        """
-        queued = deque(prepared)
-        try:
-            while queued or self._open:
-                while queued and self._submit(queued[0]):
-                    queued.popleft()
-                delta = self._process(self._outputs.get())
-                if delta is not None:
-                    progress.update(delta.finished)
-                    yield delta
-        finally:
-            for request_id in self._open:
-                self._client.cancel(request_id)
-
-    def _submit(self, prompt: _PreparedPrompt) -> bool:
-        """Submit a prompt; return False if an open request of this call has to end first.
-
-        Without an open request of this call, wait for one of another call.
-        """
-        if not self._router.register(prompt.request_id, self._outputs, wait=not self._open):
-            return False
-        now_s = time.monotonic()
-        try:
-            self._client.submit(
-                EngineRequest(
-                    request_id=prompt.request_id,
-                    prompt_token_ids=prompt.ids,
-                    params=prompt.params,
-                    eos_token_ids=self._eos,
-                    arrival_s=now_s,
-                    deadline_s=now_s + self._timeout_s,
-                    bad_word_ids=prompt.bad_word_ids,
-                    prediction_token_ids=prompt.prediction_token_ids,
-                    session_id=prompt.session_id,
-                )
+def _priorities(given: PriorityOrList | None, n_prompts: int) -> Sequence[int]:
+    """Return one priority per prompt. Raises RejectedError."""
+    if given is None or isinstance(given, int):
+        given = [given or 0] * n_prompts
+    if len(given) != n_prompts:
+        raise RejectedError(
+            f"{n_prompts} prompts and {len(given)} priority: pass one for all, or one per prompt",
+            param="priority",
+        )
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, int) or abs(each) > PRIORITY_MAX:
+            raise RejectedError(
+                f"priority is {each!r}, expected whole numbers from {-PRIORITY_MAX} to {PRIORITY_MAX}",
+                param="priority",
             )
-        except LlaisysError:
-            self._router.unregister(prompt.request_id)
-            raise
-        self._processor.add(prompt.request_id, prompt.text, prompt.ids, prompt.params)
-        self._open.add(prompt.request_id)
-        return True
-
-    def _process(self, output: EngineOutput) -> RequestOutput | None:
-        """Return the delta of an output, or None if a stop string has already ended its request or choice."""
-        if output.request_id not in self._open:
-            return None
-        if isinstance(output.error, EngineDeadError):
-            self._open.remove(output.request_id)
-            raise output.error
-        if not self._processor.expects(output):
-            return None
-        if output.error is not None:
-            log.error("request %s: %s", output.request_id, output.error)
-        delta = self._processor.process(output)
-        if delta.prompt_logprobs is not None:
-            delta.prompt_logprobs = list(delta.prompt_logprobs)
-        if output.finish_reason is None and delta.outputs[0].finish_reason is not None:
-            self._client.cancel(output.request_id, output.index)
-        if delta.finished:
-            self._open.remove(output.request_id)
-        return delta
-
-
-def _merge_deltas(
-    prepared: Sequence[_PreparedPrompt], deltas: Iterator[RequestOutput]
-) -> list[RequestOutput]:
-    """Return whole completions in the order of the prompts."""
-    merged = {
-        prompt.request_id: empty_output(prompt.request_id, prompt.text, prompt.ids, prompt.params.n)
-        for prompt in prepared
-    }
-    for delta in deltas:
-        append_delta(merged[delta.request_id], delta)
-    return list(merged.values())
-
-
-def _close(client: EngineClient, trials: GrammarTrials) -> None:
-    client.close()
-    trials.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """Return a list of prompts; a list of token ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
-        return [prompts]
-    return prompts
+    return given
 
 
 def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
@@ -481,10 +338,3 @@ def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
             "session_id names a session twice; name a different one for each prompt", param="session_id"
         )
     return sessions
-
-
-def _ids(ids: Sequence[Any]) -> list[int]:
-    for each in ids:
-        if not isinstance(each, Integral):
-            raise RejectedError(f"the prompt has {each!r}, expected token ids", param="prompt_token_ids")
-    return [int(each) for each in ids]

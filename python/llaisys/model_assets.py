@@ -15,7 +15,7 @@ from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub import resolve_model
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.sampling_params import SamplingParams
-from llaisys.text.chat_template import ChatTemplate, load_chat_template
+from llaisys.text.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from llaisys.text.pooling_type import DEFAULT as DEFAULT_POOLING
 from llaisys.text.pooling_type import model_pooling
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,17 +43,26 @@ class ModelAssets:
     draft: ModelInfo | None = None
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        template: ChatTemplate | None = None,
     ) -> tuple[str, list[int]]:
         """Return the text and the token ids of a conversation. `options` are those of `ChatTemplate.render`.
 
-        Raises UnsupportedError (no template) or RejectedError (the messages).
+        `template` replaces the model's. Raises UnsupportedError (no template) or RejectedError (the
+        messages).
         """
-        text = self.chat_template().render(messages, **options)
+        text = (template or self.chat_template()).render(messages, **options)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
-    def chat_template(self) -> ChatTemplate:
-        """Return the chat template. Raises UnsupportedError if the model has none."""
+    def chat_template(self, text: str | None = None) -> ChatTemplate:
+        """Return the chat template of this text, or else the model's.
+
+        Raises RejectedError for an invalid text, UnsupportedError if the model has no template.
+        """
+        if text is not None:
+            return read_chat_template(text, self.info)
         if self.template is None:
             raise UnsupportedError(
                 f"{self.name} has no chat template; set one with --chat-template, or use plain completions",

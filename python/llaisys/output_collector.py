@@ -32,14 +32,18 @@ class RequestOutputCollector:
     A delta that the reader has received counts toward the bound until the next `get`, because it is still
     being sent to a client. The reader lags from the arrival of an output outside `get` until its next `get`:
     it is busy, or its own client reads slowly.
+
+    `merges`: False for a request whose logprobs have their own bound (`engine.limits.LOGPROBS_MAX`). Its
+    deltas are delivered one by one, because converting a long delta would block the event loop.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, merges: bool = True) -> None:
         self._clock = clock
+        self._merges = merges
         self._is_waiting = False
         self._late_since_s: float | None = None
         self._lags: deque[tuple[float, float]] = deque(maxlen=N_LAGS_MAX)
-        self._delta: RequestOutput | None = None
+        self._deltas: deque[RequestOutput] = deque()
         self._n_bytes = 0
         self._n_bytes_in_delivery = 0
         self._error: LlaisysError | None = None
@@ -47,18 +51,18 @@ class RequestOutputCollector:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the undelivered delta."""
+        """Bytes of the undelivered output."""
         return self._n_bytes
 
     def put(self, delta: RequestOutput) -> bool:
         """Merge a delta in place. Return False, without any change, if it exceeds the bound."""
         n_bytes = self._n_bytes + _size(delta)
-        if self._delta is None:
-            self._delta = delta
+        if not (self._merges and self._deltas):
+            self._deltas.append(delta)
         elif self._n_bytes_in_delivery + n_bytes > COLLECTOR_BYTES_MAX:
             return False
         else:
-            append_delta(self._delta, delta)
+            append_delta(self._deltas[0], delta)
         self._n_bytes = n_bytes
         self._on_output()
         return True
@@ -69,7 +73,7 @@ class RequestOutputCollector:
         self._on_output()
 
     async def get(self) -> RequestOutput:
-        """Wait for output and return all of it as one delta. Raises the error of `fail`."""
+        """Wait for output and return it as one delta. Raises the error of `fail`."""
         self._lags.extend(self._lag())
         self._late_since_s, self._is_waiting = None, True
         self._n_bytes_in_delivery = 0
@@ -78,10 +82,12 @@ class RequestOutputCollector:
         finally:
             self._is_waiting = False
         self._is_ready.clear()
-        delta, self._delta = self._delta, None
-        self._n_bytes_in_delivery, self._n_bytes = self._n_bytes, 0
-        if delta is not None:
-            if self._error is not None:
+        self._n_bytes_in_delivery = self._n_bytes
+        if self._deltas:
+            delta = self._deltas.popleft()
+            if not self._deltas:
+                self._n_bytes = 0
+            if self._deltas or self._error is not None:
                 self._is_ready.set()
             return delta
         if self._error is None:

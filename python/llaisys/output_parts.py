@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
+
+# How a completion marks its reasoning: it begins inside it (`deepseek_r1`), or may open it with `<think>`.
+ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,9 @@ class ToolCall:
 
 OutputPart: TypeAlias = Content | Reasoning | ToolCall
 
+# Whether the next text is reasoning. `undecided`: nothing that tells it was parsed yet.
+ReasoningState: TypeAlias = Literal["undecided", "inside", "over"]
+
 
 class OutputParser(Protocol):
     """Divides the text of one completion into its parts.
@@ -46,3 +52,11 @@ class OutputParser(Protocol):
 
         `cut`: a token limit ended it, so an incomplete tool call is dropped instead of returned as content.
         """
+
+
+class CompletionOutputParser(OutputParser, Protocol):
+    """Parses a whole completion, whose reasoning comes first."""
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """Return whether the text after what was pushed is reasoning."""

@@ -7,21 +7,22 @@ cancel. One thread owns a processor (the output loop, or the caller of `LLM.gene
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import overload
 
 from llaisys.engine.engine_output import EngineOutput, TokenLogprobs
 from llaisys.outputs import CompletionOutput, FinishReason, Logprob, RequestId, RequestOutput
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from llaisys.text.detokenizer import IncrementalDetokenizer
 from llaisys.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class _Choice:
-    """The detokenization state of one open choice."""
+    """The detokenization state of one open choice; `stream` is None without `detokenize`."""
 
-    stream: IncrementalDetokenizer
+    stream: IncrementalDetokenizer | None
     cumulative_logprob: float | None
 
 
@@ -42,10 +43,10 @@ class _PromptLogprobs(Sequence[dict[int, Logprob] | None]):
     """
 
     def __init__(
-        self, entries: list[TokenLogprobs], with_texts: Callable[[TokenLogprobs], dict[int, Logprob]]
+        self, entries: list[TokenLogprobs], named: Callable[[TokenLogprobs], dict[int, Logprob]]
     ) -> None:
         self._entries = entries
-        self._with_texts = with_texts
+        self._named = named
 
     def __len__(self) -> int:
         return len(self._entries) + 1
@@ -58,7 +59,7 @@ class _PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         i = range(len(self))[at]
-        return None if i == 0 else self._with_texts(self._entries[i - 1])
+        return None if i == 0 else self._named(self._entries[i - 1])
 
 
 class OutputProcessor:
@@ -83,7 +84,10 @@ class OutputProcessor:
         """Add a request and open its choices. `prompt`: the text to report, if known."""
         logprob = None if params.logprobs is None else 0.0
         choices = {
-            i: _Choice(IncrementalDetokenizer(self._tokenizer, params), logprob) for i in range(params.n)
+            i: _Choice(
+                IncrementalDetokenizer(self._tokenizer, params) if params.detokenize else None, logprob
+            )
+            for i in range(params.n)
         }
         self._requests[request_id] = _RequestState(prompt, prompt_ids, params, choices)
 
@@ -105,18 +109,19 @@ class OutputProcessor:
         if stop is not None:
             reason = FinishReason.STOP
         if reason is not None:
-            text += choice.stream.finish()
+            text += "" if choice.stream is None else choice.stream.finish()
             del request.choices[output.index]
             if not request.choices:
                 del self._requests[output.request_id]
         logprobs = None
+        named = partial(self._named_logprobs, detokenize=request.params.detokenize)
         if request.params.logprobs is not None:
             kept = (output.new_logprobs or [])[:n_kept]
-            logprobs = [self._with_texts(entry) for entry in kept]
+            logprobs = [named(entry) for entry in kept]
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(e.logprob for e in kept)
         prompt_logprobs = None
         if output.new_prompt_logprobs is not None:
-            prompt_logprobs = _PromptLogprobs(output.new_prompt_logprobs, self._with_texts)
+            prompt_logprobs = _PromptLogprobs(output.new_prompt_logprobs, named)
         completion = CompletionOutput(
             index=output.index,
             text=text,
@@ -140,26 +145,31 @@ class OutputProcessor:
             queued_s=output.queued_s,
         )
 
-    def _with_texts(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+    def _named_logprobs(self, entry: TokenLogprobs, *, detokenize: bool) -> dict[int, Logprob]:
         """Return token id -> Logprob: the sampled (or prompt) token first, then the best in descending
         order."""
-        named = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        text = self._tokenizer.token_text if detokenize else _no_text
+        named = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
-            named.setdefault(token_id, self._logprob(token_id, logprob, rank))
+            if token_id != entry.token_id:
+                named[token_id] = Logprob(logprob, rank, text(token_id))
         return named
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, self._tokenizer.token_text(token_id))
+
+def _no_text(token_id: int) -> None:  # noqa: ARG001 -- the signature of `Tokenizer.token_text`
+    return None
 
 
 def _detokenize(
-    stream: IncrementalDetokenizer, params: SamplingParams, output: EngineOutput
+    stream: IncrementalDetokenizer | None, params: SamplingParams, output: EngineOutput
 ) -> tuple[str, str | None, int]:
     """Return the text, the stop string or None, and the number of ids that count.
 
     An id that ended the completion counts; its text is shown only with `include_stop_str_in_output`.
     """
     ids = output.new_token_ids
+    if stream is None:
+        return "", None, len(ids)
     ends_by_id = output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
     delta = stream.push(ids[:-1] if ends_by_id else ids)
     n_kept = len(ids) if delta.stopped is None else delta.n_tokens_kept
@@ -189,6 +199,39 @@ def append_delta(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.embedding = whole.embedding or delta.embedding
     whole.queued_s = max(whole.queued_s, delta.queued_s)
+
+
+class OutputAccumulator:
+    """Converts the deltas of one request to outputs of its `output_kind`.
+
+    Outputs are independent: a later delta changes no output that the caller has.
+    """
+
+    def __init__(self, kind: RequestOutputKind, whole: RequestOutput) -> None:
+        """`whole`: the empty output of the request, with all its choices."""
+        self._kind = kind
+        self._whole = whole
+
+    def add(self, delta: RequestOutput) -> RequestOutput | None:
+        """Return the output that a delta leads to, or None if the caller only wants the last one."""
+        if self._kind is RequestOutputKind.DELTA:
+            return delta
+        append_delta(self._whole, delta)
+        if self._whole.finished:
+            return self._whole
+        return None if self._kind is RequestOutputKind.FINAL_ONLY else _copy(self._whole)
+
+
+def _copy(whole: RequestOutput) -> RequestOutput:
+    choices = [
+        replace(
+            choice,
+            token_ids=[*choice.token_ids],
+            logprobs=None if choice.logprobs is None else [*choice.logprobs],
+        )
+        for choice in whole.outputs
+    ]
+    return replace(whole, outputs=choices)
 
 
 def empty_output(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RequestId: TypeAlias = str
 
@@ -94,3 +98,60 @@ class RequestOutput:
         accepted = sum(each.num_accepted_prediction_tokens for each in self.outputs)
         rejected = sum(each.num_rejected_prediction_tokens for each in self.outputs)
         return CompletionUsage(n_prompt, n_new, n_prompt + n_new, self.num_cached_tokens, accepted, rejected)
+
+
+@dataclass(slots=True, eq=False)
+class PoolingOutput:
+    """The result of `LLM.encode`. `data`: the pooled hidden states, `[d_model]` float32 with L2 norm 1.
+
+    In vLLM `data` is a tensor of PyTorch, here an array of NumPy.
+    """
+
+    data: NDArray[np.float32]
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for equal numbers."""
+        return isinstance(other, PoolingOutput) and bool((self.data == other.data).all())
+
+    __hash__ = None  # type: ignore[assignment]  # as in vLLM
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The result of `LLM.embed`: a vector of `hidden_size` numbers with L2 norm 1."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The result of `LLM.score`: the cosine similarity of two texts, -1 to 1."""
+
+    score: float
+
+
+PooledT = TypeVar("PooledT", PoolingOutput, EmbeddingOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[PooledT]):
+    """The output of a request of `LLM.encode`, `embed` or `score`, which is in `outputs`."""
+
+    request_id: RequestId
+    outputs: PooledT
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The output of one prompt of `LLM.embed`."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The output of one pair of `LLM.score`, which has the token ids of both texts."""

@@ -1,12 +1,49 @@
-"""Prepares a request's prompt and bad words as token ids."""
+"""Reads the forms of a prompt, and prepares a request's prompt and bad words as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
 
 from llaisys.errors import RejectedError
 from llaisys.sampling_params import SamplingParams
 from llaisys.text.tokenizer import Tokenizer
+from llaisys.vllm_arguments import refuse
+
+# Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids.
+Prompt: TypeAlias = "str | Mapping[str, Any] | Sequence[int]"
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+    """Return a list of prompts; a list of token ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
+        return [prompts]
+    return prompts
+
+
+def read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """Return the text and the token ids of a prompt, None for what it does not have; never None for both.
+
+    Raises RejectedError for another form, UnsupportedError naming another key (`multi_modal_data`).
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, _ids(prompt)
+    if not ("prompt_token_ids" in prompt or isinstance(prompt.get("prompt"), str)):
+        raise RejectedError("a prompt object needs 'prompt' (text) or 'prompt_token_ids'", param="prompts")
+    refuse(**{name: value for name, value in prompt.items() if name not in ("prompt", "prompt_token_ids")})
+    if "prompt_token_ids" in prompt:
+        return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
+    return str(prompt["prompt"]), None
+
+
+def _ids(ids: Sequence[Any]) -> list[int]:
+    for each in ids:
+        if not isinstance(each, Integral):
+            raise RejectedError(f"the prompt has {each!r}, expected token ids", param="prompt_token_ids")
+    return [int(each) for each in ids]
 
 
 def truncate_prompt(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:

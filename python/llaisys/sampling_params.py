@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
-from llaisys.errors import RejectedError
+from llaisys.errors import RejectedError, UnsupportedError
 
 SEED_MAX = 2**63 - 1
-LOGPROBS_MAX = 20
+# `logprobs` and `prompt_logprobs`: every token of the vocabulary.
+ALL_LOGPROBS = -1
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 256
@@ -34,6 +36,18 @@ JSON_STYLE: Mapping[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
+
+
+class RequestOutputKind(Enum):
+    """What each output of `AsyncLLM.generate` has; names and values are vLLM's.
+
+    - `CUMULATIVE`: everything so far. `DELTA`: what is new since the previous output.
+    - `FINAL_ONLY`: the whole completion, in a single output.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +110,8 @@ class SamplingParams:
       choice and position only.
     - `logprobs`: n adds the logprob of the sampled token and of the n best tokens, from the model's
       distribution before any of the above. `prompt_logprobs`: the same for each prompt token except the
-      first, which has no predecessor. Such a prompt is computed as a whole, without the prefix cache.
+      first, which has no predecessor. Such a prompt is computed as a whole, without the prefix cache. Both
+      are limited by the engine's `max_logprobs`; -1 is the whole vocabulary.
     - `max_tokens`: None samples until the context is full.
     - `logit_bias`: token id -> value added to the logit, -100 to 100.
     - `structured_outputs`: the constraint of the completion. Not with `ignore_eos` or `min_tokens`, which
@@ -108,6 +123,9 @@ class SamplingParams:
       RejectedError.
     - `prediction`: text that the completion probably repeats (OpenAI's `prediction`). It is verified several
       tokens at a time and changes no token. Needs an engine with speculative decoding.
+    - `detokenize`: False makes no text: `text` is empty, `decoded_token` is None, and `stop` cannot be used.
+    - `output_kind`: what each output of `AsyncLLM.generate` has. `LLM` ignores it.
+    - `extra_args`: arguments of custom samplers in vLLM. Here there are none, so any is an UnsupportedError.
     - `truncate_prompt_tokens`: number of tokens to use from the end of the prompt. -1 uses as many as leave
       space in the context for `max_tokens`.
     """
@@ -137,6 +155,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     prediction: str | None = None
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):
@@ -149,6 +170,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_numbers()
         self._check_lists()
+        self._check_output()
         if self.structured_outputs is not None:
             for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
                 if getattr(self, name):
@@ -181,11 +203,25 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+            _whole("logprobs", self.logprobs, ALL_LOGPROBS, TOKENS_MAX)
         if self.prompt_logprobs is not None:
-            _whole("prompt_logprobs", self.prompt_logprobs, 0, LOGPROBS_MAX)
+            _whole("prompt_logprobs", self.prompt_logprobs, ALL_LOGPROBS, TOKENS_MAX)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, TOKENS_MAX)
+
+    def _check_output(self) -> None:
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RejectedError(
+                f"output_kind is {self.output_kind!r}, expected a RequestOutputKind", param="output_kind"
+            )
+        if self.stop and not self.detokenize:
+            raise RejectedError(
+                "stop needs the text of the completion: leave out stop, or set detokenize", param="stop"
+            )
+        for name in self.extra_args or ():
+            raise UnsupportedError(
+                f"extra_args has {name!r}: no extra argument is supported", param="extra_args"
+            )
 
     def _check_lists(self) -> None:
         """Check lengths first, so that a list that is too long costs no work per item."""
@@ -211,6 +247,21 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, TOKENS_MAX)
             _bounded(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+
+def count_logprobs(param: str, value: int, max_logprobs: int, vocab_size: int) -> int:
+    """Return how many logprobs `value` asks for: at most `vocab_size`, and all of them for ALL_LOGPROBS.
+
+    Raises RejectedError naming `param` for more than `max_logprobs` (-1: no limit).
+    """
+    _whole(param, value, ALL_LOGPROBS, TOKENS_MAX)
+    n_wanted = vocab_size if value == ALL_LOGPROBS else value
+    if max_logprobs != ALL_LOGPROBS and n_wanted > max_logprobs:
+        whole = f", the whole vocabulary of {vocab_size} tokens" if value == ALL_LOGPROBS else ""
+        raise RejectedError(
+            f"{param} is {value}{whole}, allowed are up to {max_logprobs} (max_logprobs)", param=param
+        )
+    return min(n_wanted, vocab_size)
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:

@@ -150,7 +150,7 @@ def test_none_means_none(field: str, llm: LLM, golden: Golden) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
         ({"stop": [""]}, "stop"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from golden import FOLDER, Golden
-from llaisys import AsyncLLM, SamplingParams
+from llaisys import AsyncLLM, RequestOutputKind, SamplingParams
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestTimeoutError
 from serving import long_model
@@ -34,7 +34,7 @@ async def service() -> AsyncIterator[AsyncLLM]:
 
 
 def greedy(n: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 
 async def collect(

@@ -13,6 +13,8 @@ from zlib import crc32
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
+from llaisys.server.ollama.schemas import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from llaisys.server.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -20,13 +22,20 @@ from llaisys.server.request_schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from llaisys.server.responses.schemas import ResponsesRequest
 
 MODELS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 
 
@@ -51,6 +60,9 @@ SERVABLE: dict[str, Callable[[Any], Any]] = {
     "stream": bool,
     "n": lambda value: value % 3 + 1,
     "max_tokens": lambda value: value % 3 + 1,
+    "max_output_tokens": lambda value: value % 3 + 1,
+    "store": bool,
+    "background": bool,
     "temperature": up_to(2),
     "seed": up_to(2**31),
     "logprobs": up_to(3),

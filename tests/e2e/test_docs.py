@@ -13,7 +13,7 @@ from serving import END_S, environment
 
 ROOT = Path(__file__).parents[2]
 LOCAL = "http://127.0.0.1:8000"
-PAGES = ("quickstart.md", "api.md", "configuration.md")
+PAGES = ("quickstart.md", "api.md", "responses.md", "configuration.md", "python.md")
 BLOCKS = [
     pytest.param(language, text, id=f"{page}-{index}")
     for page in PAGES

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from llaisys.server.http_errors import ANTHROPIC_PATH, OLLAMA_PATH
 from serving import GOLDENS, Server, environment, serving
 
 HERE = Path(__file__).parent
@@ -43,6 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "16",
     )
     stores = ("--session-store", str(folder / "sessions"), "--chat-store", str(folder / "chats.db"))
+    stores += ("--response-store", str(folder / "responses.db"))
     with serving(folder, str(folder / "tiny"), *flags, *stores, key=KEY) as made:
         yield made
 
@@ -50,15 +52,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_document_needs_the_key_and_has_every_route(server: Server) -> None:
     assert httpx.get(f"{server.url}/openapi.json", timeout=None).status_code == 401
     document = server.http.get("/openapi.json").json()
-    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/sessions", "/metrics"} <= set(
-        document["paths"]
-    )
-    errors = {"$ref": "#/components/schemas/ErrorAnswer"}
+    routes = {
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/v1/embeddings",
+        "/tokenize",
+        "/v1/sessions",
+        "/metrics",
+    }
+    assert routes <= set(document["paths"])
     for path, operations in document["paths"].items():
         for operation in operations.values():
             assert "422" not in operation["responses"]
-            assert operation["responses"]["400"]["content"]["application/json"]["schema"] == errors
-            assert operation["security"] == ([] if path in ("/livez", "/health", "/ready") else [{"key": []}])
+            prefixes = {ANTHROPIC_PATH: "AnthropicErrorAnswer", OLLAMA_PATH: "OllamaErrorAnswer"}
+            found = [name for prefix, name in prefixes.items() if path.startswith(prefix)]
+            answer = found[0] if found else "ErrorAnswer"
+            schema = operation["responses"]["400"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": f"#/components/schemas/{answer}"}
+            is_open = path in ("/livez", "/health", "/ready")
+            assert operation["security"] == ([] if is_open else [{"key": []}, {"x-api-key": []}])
 
 
 @pytest.mark.timeout(900)  # a minute on two quiet cores
@@ -66,6 +80,7 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"),
         *(f"{server.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--no-color"),
+        *("-H", f"x-api-key: {KEY}"),
         *("--seed", str(SEED), "--max-examples", str(N_EXAMPLES), "--generation-database", "none"),
         *("--suppress-health-check", "all", "--warnings", "off"),
     ]
@@ -77,6 +92,8 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     generated = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     assert generated is not None, done.stdout
     assert int(generated[1]) == int(generated[2]) > 1000
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/v1/sessions")
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
+    paths += ("/v1/embeddings", "/tokenize", "/v1/sessions", "/v1/responses")
+    paths += ("/api/chat", "/api/generate", "/api/embed")
     server.wait_logged(*(f'"path": "{path}", "status": 200' for path in paths))
     assert not re.search(r'"status": 5\d\d', server.log.read_text("utf-8"))

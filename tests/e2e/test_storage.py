@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serving import COMMAND, END_S, GOLDENS, Server, environment, serving
+from serving import COMMAND, END_S, GOLDENS, Server, environment, long_model, serving
 
 MODEL = str(GOLDENS / "qwen2-tied-bf16")
 SPARE_BYTES = 64 * 1024  # for the log, which is on the same disk
@@ -75,3 +75,24 @@ def test_an_unusable_store_prevents_the_start(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert f"session_store: {tmp_path / 'plain'} is not a writable folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_background_responses_outlive_the_server(tmp_path: Path) -> None:
+    """A response that the server cannot finish is stored as failed before the server ends."""
+    model = str(long_model(tmp_path))
+    store = ("--response-store", str(tmp_path / "responses.db"))
+    flags = ("--dtype", "float32", "--num-kv-cells", "65536", "--shutdown-timeout-s", "0", *store)
+    url = "/v1/responses"
+    with serving(tmp_path, model, *flags) as server:
+        http = server.http
+        body = {"input": "Hi", "background": True, "ignore_eos": True}
+        short = http.post(url, json={**body, "max_output_tokens": 4}).json()["id"]
+        assert "response.incomplete" in http.get(f"{url}/{short}", params={"stream": True}).text
+        long = http.post(url, json={**body, "max_output_tokens": 60_000}).json()["id"]
+        server.wait_for(lambda: http.get(f"{url}/{long}").json()["status"] == "in_progress")
+        assert server.stop() == 0
+    with serving(tmp_path, model, *flags) as server:
+        assert server.http.get(f"{url}/{short}").json()["status"] == "incomplete"
+        left = server.http.get(f"{url}/{long}").json()
+        assert (left["status"], left["error"]["message"]) == ("failed", "The server is shutting down.")
+        assert "Traceback" not in server.log.read_text("utf-8")

@@ -291,7 +291,9 @@ class Context:
             elif scored:
                 logprobs.append((len(ids) - 1, prompt_logprob(seen, ids[-1]), 1, []))
             elif sequence.spec is not None and sequence.spec.top_logprobs >= 0:
-                top = [((ids[-1] + i) % N_PLAIN, -0.5 - i) for i in range(sequence.spec.top_logprobs)]
+                n_top = min(sequence.spec.top_logprobs, VOCAB_SIZE)
+                n_ids = N_PLAIN if n_top <= N_PLAIN else VOCAB_SIZE
+                top = [((ids[-1] + i) % n_ids, -0.5 - i) for i in range(n_top)]
                 logprobs.append((len(ids) - 1, -0.5, 1, top))
         return SimpleNamespace(
             rows=np.array(rows, np.int32),

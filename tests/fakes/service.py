@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fakes import core
+from fakes import core, text
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
 from llaisys.model_info import ModelInfo, Pooling
-from llaisys.output_parts import OutputParser
+from llaisys.output_formats import OutputFormats
 from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
-from llaisys.text.reasoning import CompletionParser
-from llaisys.text.tool_calls import tool_grammar, tool_parser
+from llaisys.text.chat_template import ChatTemplate
 
 FIRST_ID = 100
+TOKENIZER = text.tokenizer()
 STATS = ServiceStats(
     engine=EngineStats(
         num_running=2,
@@ -97,16 +97,20 @@ class FakeService:
     script: Sequence[PieceOrError] = (Piece(["Hel", "lo"]), Piece(["!"], "stop"))
     model_names: tuple[str, ...] = ("tiny", "alias/of-tiny")
     max_model_len: int = 64
+    system_fingerprint: str = "fp"
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=list)
     chat_error: Exception | None = None
+    load_error: LlaisysError | None = None
+    loaded: bool = True
     dead: bool = False
     stuck: bool = False
     lost: bool = False
     full: QueueFullError | None = None
     n_beats: int = 0
     config: Config = field(default_factory=Config)
+    template: ChatTemplate | None = None
     grammar_error: Exception | None = None
     embedding_error: LlaisysError | None = None
     n_open: int = 0
@@ -140,6 +144,14 @@ class FakeService:
     def beat(self) -> None:
         self.n_beats += 1
 
+    async def load(self) -> None:
+        if self.load_error is not None:
+            raise self.load_error
+        self.loaded = True
+
+    def is_loaded(self) -> bool:
+        return self.loaded
+
     def is_ready(self) -> bool:
         return not self.dead
 
@@ -159,13 +171,9 @@ class FakeService:
         if self.grammar_error is not None:
             raise self.grammar_error
 
-    def tool_grammar(
-        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
-    ) -> StructuredOutputsParams:
-        return StructuredOutputsParams(grammar=tool_grammar("hermes", tools, parallel=parallel))
-
-    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser:  # noqa: ARG002 -- as above
-        return CompletionParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
+    @property
+    def output_formats(self) -> OutputFormats:
+        return OutputFormats.of(self.config, self.template, TOKENIZER)
 
     async def prompt_ids(
         self,

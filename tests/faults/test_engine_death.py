@@ -19,7 +19,7 @@ from llaisys.config import Config
 from llaisys.engine import process
 from llaisys.engine.client import InprocClient
 from llaisys.errors import EngineDeadError
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from serving import long_model, serving
 from sse import events
 from waiting import until
@@ -36,7 +36,9 @@ def boot(order: Path) -> str:
 
 
 async def answer(service: AsyncLLM, name: str) -> list[int]:
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
     prompt = load_golden().prompts[0]
     return [i async for d in service.generate(prompt, params, name) for i in d.outputs[0].token_ids]
 

@@ -85,7 +85,7 @@ RETIRED = {
     "RequestTrace": "AccessLogMiddleware",
     "ChatShape": "ChatCompletionBuilder",
     "CompletionShape": "TextCompletionBuilder",
-    "AnswerParts": "ChoiceDeltas",
+    "AnswerParts": "ChoiceParser",
     "AnswerOptions": "ResponseOptions",
     "RequestBook": "RequestRegistry",
     "fan_in": "merge_streams",

@@ -66,7 +66,7 @@ def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
                 llm.generate("Hello", LONG)
 
         threading.Thread(target=completion, daemon=True).start()
-        block_until(lambda: llm._client.stats().num_running > 0)
+        block_until(lambda: llm._engine.client.stats().num_running > 0)
     end(how, llm.close, lambda: llm.generate("Hello", SamplingParams(max_tokens=2)))
 
 

@@ -30,7 +30,7 @@ from llaisys.engine import process
 from llaisys.engine.process import RestartLimit
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.outputs import FinishReason
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from serving import END_S, long_model
 from waiting import until
 
@@ -54,13 +54,18 @@ def test_the_outputs_equal_those_of_an_engine_in_this_process() -> None:
         SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=12, stop=["a"]),
     ]
     asks = [(prompt, each) for prompt in load_golden().prompts for each in params]
-    completions = []
+    completions, vectors = [], []
     for engine_process in (False, True):
         with LLM(**SETTINGS, engine_process=engine_process) as llm:
             outputs = llm.generate([prompt for prompt, _ in asks], [each for _, each in asks])
+            assert llm.reset_prefix_cache()
+            (again,) = llm.generate(asks[0][0], params[0])
+            assert again.num_cached_tokens == 0
+            vectors.append([each.outputs for each in llm.embed(load_golden().prompts)])
         # Cached tokens and queue times depend on the state at the arrival.
         completions.append([replace(output, num_cached_tokens=0, queued_s=0.0) for output in outputs])
     assert completions[0] == completions[1]
+    assert vectors[0] == vectors[1]
     assert completions[1][0].outputs[0].token_ids == load_golden().greedy[0]
 
 
@@ -79,7 +84,9 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
 
             async def stream(name: str) -> None:
                 nonlocal n_tokens
-                params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=90, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+                )
                 try:
                     async for delta in service.generate(prompt, params, name):
                         if delta.finished:
@@ -99,7 +106,9 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
             child.wait()
             # If the last stream ended before the kill, the service has yet to notice it.
             await until(lambda: bool(engine_processes()) and service.is_alive())
-            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            params = SamplingParams(
+                temperature=0.0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            )
             ids = [i async for d in service.generate(prompt, params, "next") for i in d.outputs[0].token_ids]
             assert ids == load_golden().greedy[0]
     finally:
@@ -193,7 +202,7 @@ PARENT = f"""
 import sys
 from llaisys import LLM, SamplingParams
 with LLM({str(FOLDER)!r}, engine_process=True, num_kv_cells=4096) as llm:
-    print(llm._client._connection.pid, flush=True)
+    print(llm._engine.client._connection.pid, flush=True)
     while sys.argv[1] == "streaming":
         llm.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
     sys.stdin.read()

@@ -23,7 +23,7 @@ from llaisys.engine.client import CALLS_MAX
 from llaisys.engine.sessions.file import SessionWriter
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError, UnsupportedError
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from llaisys.session_info import SessionInfo
 from waiting import DEADLINE_S
 
@@ -34,7 +34,9 @@ SETTINGS: dict[str, Any] = {
     "num_kv_cells": 512,
     "num_threads": 1,
 }
-ANSWER = SamplingParams(temperature=0.8, seed=11, max_tokens=20, ignore_eos=True, logprobs=3)
+ANSWER = SamplingParams(
+    temperature=0.8, seed=11, max_tokens=20, ignore_eos=True, logprobs=3, output_kind=RequestOutputKind.DELTA
+)
 
 
 @asynccontextmanager

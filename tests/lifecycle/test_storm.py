@@ -27,7 +27,7 @@ from llaisys.engine.loop import build_engine
 from llaisys.engine.memory import size_engine
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import inspect_model
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from waiting import until
 
 SEED = 4
@@ -90,7 +90,11 @@ def random_requests() -> list[tuple[list[int], SamplingParams]]:
     for i in range(100):
         prompt = (chance.choice(prompts) + chance.choice(prompts))[: chance.randint(1, 40)]
         params = SamplingParams(
-            temperature=chance.choice([0.0, 1.0]), seed=i, max_tokens=chance.randint(1, 12), ignore_eos=True
+            temperature=chance.choice([0.0, 1.0]),
+            seed=i,
+            max_tokens=chance.randint(1, 12),
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
         )
         made.append((prompt, params))
     return made

@@ -23,7 +23,7 @@ from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine.engine import LLMEngine
 from llaisys.errors import EngineDeadError
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from serving import END_S, READY, environment, long_model
 from sse import events
 from waiting import DEADLINE_S, block_until, until
@@ -103,7 +103,9 @@ async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: 
         service.beat()
         assert late_reports.arrived.wait(DEADLINE_S)  # blocks the event loop until it is reported
         service.beat()
-        short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        short = SamplingParams(
+            temperature=0.0, max_tokens=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
         outputs = []
         async for output in service.generate([1, 2, 3], short, "a"):
             service.beat()

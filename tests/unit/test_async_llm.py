@@ -25,14 +25,15 @@ from llaisys.errors import (
 )
 from llaisys.model_assets import ModelAssets
 from llaisys.outputs import RequestOutput
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from waiting import until
 
 PROMPT = [1, 2, 3]
+DELTA = RequestOutputKind.DELTA
 
 
 def greedy(**changes: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 10, **changes})
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 10, "output_kind": DELTA, **changes})
 
 
 class Gate:
@@ -105,7 +106,7 @@ async def test_concurrent_streams_keep_their_tokens() -> None:
 
 async def test_the_choices_of_a_stream() -> None:
     async with started(max_num_seqs=5) as service:
-        params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=8)
+        params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=8, output_kind=DELTA)
         pieces: dict[int, list[int]] = {0: [], 1: [], 2: []}
         ends: dict[int, str | None] = {}
         finished = []

@@ -19,6 +19,7 @@ from fakes.engines import NOW, Engine
 from llaisys.cli.config_flags import flag_of
 from llaisys.config import Config, load_config
 from llaisys.engine.host import Cpus
+from llaisys.engine.limits import LOGPROBS_MAX, PROMPT_LOGPROBS_MAX
 from llaisys.engine.memory import EngineSizing, size_engine
 from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.worker import inspect_model
@@ -37,7 +38,7 @@ from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimit
 from llaisys.server.middleware.rate_limits import RateLimitMiddleware
 from llaisys.server.response_body import ResponseBytes
 from middleware import reading, statuses_through
-from server_limits import max_chat_bytes_per_key
+from server_limits import max_chat_bytes_per_key, max_stored_response_bytes_per_key
 
 ROOT = Path(__file__).parents[2]
 DESIGN = ROOT / "configs" / "concurrency-design.yaml"
@@ -173,6 +174,23 @@ def max_output_tokens() -> None:
     assert rejection(engine, max_tokens=257).param == "max_tokens"
     engine.finish()
     assert {len(tokens) for tokens in engine.tokens.values()} == {256}
+
+
+def max_logprobs() -> None:
+    engine = made(max_logprobs=30)
+    engine.submit("most", max_tokens=1, logprobs=30, prompt_logprobs=30)
+    for field in ("logprobs", "prompt_logprobs"):
+        for n in (31, -1):
+            assert rejection(engine, **{field: n}).param == field
+    all_tokens = made(max_logprobs=-1, max_output_tokens=4096)
+    all_tokens.submit("all", max_tokens=32, logprobs=-1, prompt_logprobs=-1)
+    all_tokens.finish()
+    (entry,) = all_tokens.ends["all"].new_logprobs or ()
+    assert {token_id for token_id, _ in entry.top} == {*range(core.VOCAB_SIZE)}
+    n_most = LOGPROBS_MAX // (n_entries := core.VOCAB_SIZE + 1)
+    all_tokens.submit("fits", max_tokens=n_most, logprobs=-1)
+    assert rejection(all_tokens, max_tokens=n_most + 1, logprobs=-1).param == "logprobs"
+    assert rejection(all_tokens, prompt=[1] * (PROMPT_LOGPROBS_MAX // n_entries + 1), prompt_logprobs=-1)
 
 
 def request_timeout_s() -> None:
@@ -413,6 +431,7 @@ BEHAVIORS: dict[str, Callable[[], None]] = {
         max_num_batched_tokens,
         max_input_tokens,
         max_output_tokens,
+        max_logprobs,
         request_timeout_s,
         timeout_scan_s,
         num_kv_cells,
@@ -438,6 +457,7 @@ BEHAVIORS: dict[str, Callable[[], None]] = {
         max_concurrent_requests_per_key,
         max_requests_per_minute_per_key,
         max_chat_bytes_per_key,
+        max_stored_response_bytes_per_key,
     )
 }
 

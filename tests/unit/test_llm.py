@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import subprocess
@@ -12,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 import llaisys
 from fakes import core, text
 from llaisys import LLM, SamplingParams
-from llaisys.errors import ContextLengthError, EngineDeadError, RejectedError
+from llaisys.errors import ContextLengthError, EngineDeadError, RejectedError, UnsupportedError
 from llaisys.output_processor import OutputProcessor
 from llaisys.outputs import RequestOutput
 
@@ -153,8 +155,8 @@ def test_a_faulty_row_does_not_stop_the_other_requests(llm: LLM, caplog: pytest.
 
 def test_a_timeout_applies_only_if_set(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines: list[float] = []
-    submit = llm._client.submit
-    monkeypatch.setattr(llm._client, "submit", lambda r: deadlines.append(r.deadline_s) or submit(r))
+    submit = llm._engine.client.submit
+    monkeypatch.setattr(llm._engine.client, "submit", lambda r: deadlines.append(r.deadline_s) or submit(r))
     llm.generate(prompt(1), GREEDY)
     assert deadlines == [math.inf]
     with LLM("fake", request_timeout_s=1e-9) as hurried:
@@ -234,11 +236,15 @@ def test_settings_are_checked_by_name() -> None:
         assert small.model_info.vocab_size == core.VOCAB_SIZE
 
 
-def test_the_progress_bar_is_opt_in(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(prompt(1), GREEDY)
-    assert capsys.readouterr().err == ""
-    llm.generate([prompt(1)] * 3, GREEDY, use_tqdm=True)
+def test_the_progress_bar_is_on_by_default(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([prompt(1)] * 3, GREEDY)
     assert "3/3" in capsys.readouterr().err
+    llm.chat([{"role": "user", "content": "hi"}], GREEDY, functools.partial(tqdm, desc="mine"))
+    assert "1/1" in capsys.readouterr().err
+    llm.generate(prompt(1), GREEDY, use_tqdm=False)
+    [*llm.generate(prompt(1), GREEDY, stream=True)]
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")
 
 
 def test_close_is_idempotent_and_final() -> None:
@@ -294,11 +300,140 @@ def test_a_session_keeps_what_others_evict() -> None:
 def test_each_prompt_has_its_own_session(llm: LLM) -> None:
     prompts = [prompt(1, 2, 3), prompt(4, 5, 6), prompt(7, 8, 9)]
     llm.generate(prompts, GREEDY, session_id=["a", "", "b"])
-    stats = llm._client.stats()
+    stats = llm._engine.client.stats()
     assert (stats.num_sessions, stats.kv_cells_session) == (2, 2 * 12)
     for wrong in ("a", ["a", "b"], ["a", "a", ""], ["a", "../b", ""]):
         with pytest.raises(RejectedError) as caught:
             llm.generate(prompts, GREEDY, session_id=wrong)
         assert caught.value.param == "session_id"
     llm.chat([[{"role": "user", "content": "hi"}]], GREEDY, session_id="c")
-    assert llm._client.stats().num_sessions == 3
+    assert llm._engine.client.stats().num_sessions == 3
+
+
+class Gate:
+    """Block the engine in each decode until `opened` is set. `reached` is set inside a decode."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made, decode = Gate(), core.Context.decode
+
+    def wait_then_decode(context: core.Context, *arrays: Any, **masks: Any) -> Any:
+        made.reached.set()
+        made.opened.wait(30)
+        return decode(context, *arrays, **masks)
+
+    monkeypatch.setattr(core.Context, "decode", wait_then_decode)
+    return made
+
+
+def test_priorities_order_waiting_requests(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request runs at a time; of those that wait, the lowest number is next."""
+    prompts = [prompt(i) for i in range(4)]
+    with LLM("fake", num_kv_cells=1024, max_num_seqs=1) as llm:
+        submit = llm._engine.client.submit
+
+        def open_at_the_last(request: Any) -> None:
+            submit(request)
+            if request.request_id == "3":
+                gate.opened.set()
+
+        monkeypatch.setattr(llm._engine.client, "submit", open_at_the_last)
+        deltas = llm.generate(prompts, GREEDY, priority=[0, 3, 2, -1], stream=True)
+        ends = [int(delta.request_id) for delta in deltas if delta.finished]
+        assert ends.index(3) < ends.index(2) < ends.index(1)
+        assert tokens(llm.generate(prompts, GREEDY, priority=5)) == [core.answer([i], 10) for i in range(4)]
+        assert len(llm.chat([HELLO, HELLO], GREEDY, priority=[1, 2])) == 2
+        for wrong in ([1], [0, 0, 0, True], 2**31, [0, 0, 0, "high"]):
+            with pytest.raises(RejectedError) as caught:
+                llm.generate(prompts, GREEDY, priority=wrong)
+            assert caught.value.param == "priority"
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+
+
+def test_a_chat_template_given_as_text(llm: LLM) -> None:
+    shown = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}{{ mood }}"
+    (output,) = llm.chat(HELLO, GREEDY, chat_template=shown, tools=TOOLS, chat_template_kwargs={"mood": "!"})
+    assert output.prompt == "now;hi!"
+    assert llm.chat(HELLO, GREEDY, chat_template_content_format="string")[0].prompt == "user:hi;>"
+
+
+@pytest.mark.parametrize(
+    ("template", "param", "says"),
+    [
+        ("chatml.jinja", "chat_template", "not its path"),
+        ("{% for %}", "chat_template", "line 1"),
+        ("{" + "x" * (1 << 20), "chat_template", "at most 1048576"),
+        (b"{{ x }}", "chat_template", "bytes"),
+        ("{{ raise_exception('no tools') }}", "messages", "no tools"),
+        ("{{ messages.__class__.__mro__ }}", "messages", "unsafe"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "messages",
+            "steps",
+        ),
+        ("{% for i in range(99999) %}xxxxxxxxxx{% endfor %}", "messages", "characters"),
+    ],
+)
+def test_an_invalid_chat_template_is_rejected(llm: LLM, template: Any, param: str, says: str) -> None:
+    """A template given as text has the sandbox and the limits of the model's."""
+    with pytest.raises(RejectedError, match=says) as caught:
+        llm.chat(HELLO, GREEDY, chat_template=template)
+    assert caught.value.param == param
+
+
+def test_arguments_of_vllm_without_a_meaning_here(llm: LLM) -> None:
+    for name in ("lora_request", "tokenization_kwargs"):
+        with pytest.raises(UnsupportedError, match=name):
+            llm.generate("hi", GREEDY, **{name: {"a": 1}})
+    for name in ("lora_request", "tokenization_kwargs", "mm_processor_kwargs"):
+        with pytest.raises(UnsupportedError, match=name):
+            llm.chat(HELLO, GREEDY, **{name: {"a": 1}})
+    with pytest.raises(UnsupportedError, match="chat_template_content_format is 'openai'"):
+        llm.chat(HELLO, GREEDY, chat_template_content_format="openai")
+
+
+def test_reset_prefix_cache_keeps_sessions() -> None:
+    with LLM("fake", num_kv_cells=1024) as llm:
+        first, second = [*range(1, 21)], [*range(101, 121)]
+        llm.generate(prompt(*first), GREEDY)
+        (kept,) = llm.generate(prompt(*second), GREEDY, session_id="chat")
+        assert n_cached(llm, first) == 19
+        assert llm.reset_prefix_cache()
+        assert n_cached(llm, first) == 0
+        assert n_cached(llm, [*second, *kept.outputs[0].token_ids, 7]) == 29
+        for name in ("reset_running_requests", "reset_connector"):
+            with pytest.raises(UnsupportedError, match=name):
+                llm.reset_prefix_cache(**{name: True})
+
+
+def test_reset_prefix_cache_does_nothing_while_requests_run(gate: Gate) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    with LLM("fake", num_kv_cells=1024) as llm, ThreadPoolExecutor(1) as pool:
+        gate.opened.set()
+        llm.generate(prompt(*range(1, 21)), GREEDY)
+        gate.opened.clear()
+        gate.reached.clear()
+        call = pool.submit(llm.generate, prompt(1, 2, 3), params)
+        assert gate.reached.wait(30)
+        is_reset = llm._engine.client.reset_prefix_cache()
+        gate.opened.set()
+        assert is_reset.result(30) is False
+        assert len(call.result(30)[0].outputs[0].token_ids) == 100
+        assert n_cached(llm, [*range(1, 21)]) == 19
+        assert llm.reset_prefix_cache() is True
+        assert n_cached(llm, [*range(1, 21)]) == 0
+
+
+def test_every_name_of_the_package_can_be_imported() -> None:
+    public = {name for name in dir(llaisys.errors) if name.endswith("Error") and name != "TimeoutError"}
+    assert public <= set(llaisys.__all__), "every error class is exported"
+    for name in llaisys.__all__:
+        assert getattr(llaisys, name).__name__ == name
+    assert {"StructuredOutputsParams", "RequestOutputKind", "PoolingParams"} <= set(llaisys.__all__)

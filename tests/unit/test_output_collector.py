@@ -95,6 +95,17 @@ async def test_an_error_follows_the_undelivered_delta() -> None:
         await collector.get()
 
 
+async def test_without_merging_deltas_are_delivered_one_by_one() -> None:
+    collector = RequestOutputCollector(merges=False)
+    for i in range(3):
+        assert collector.put(delta("x" * COLLECTOR_BYTES_MAX, [i]))
+    collector.fail(RequestFailedError("no"))
+    assert [(await collector.get()).outputs[0].token_ids for _ in range(3)] == [[0], [1], [2]]
+    assert collector.num_bytes == 0
+    with pytest.raises(RequestFailedError):
+        await collector.get()
+
+
 async def test_a_reader_lags_from_the_first_late_delta_until_the_next_get() -> None:
     now_s = 0.0
     collector = RequestOutputCollector(lambda: now_s)

@@ -18,7 +18,7 @@ from llaisys.engine.engine_output import EngineOutput
 from llaisys.output_collector import COLLECTOR_BYTES_MAX
 from llaisys.output_handler import BYTES_PER_CHUNK, OUTPUTS_PER_CHUNK, OutputHandler
 from llaisys.outputs import RequestOutput
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Sink:
@@ -141,7 +141,9 @@ async def waiting_stream(
 
     monkeypatch.setattr(core.Context, "decode", wait_then_decode)
     service = await AsyncLLM.start(Config(num_kv_cells=512))
-    stream = service.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=10), "a")
+    stream = service.generate(
+        [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.DELTA), "a"
+    )
     first = asyncio.ensure_future(anext(stream))
     assert await asyncio.to_thread(inside.wait, 30)
     yield service, stream, first

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fakes import text
 from llaisys.engine.engine_output import EngineOutput, TokenLogprobs
-from llaisys.output_processor import OutputProcessor, append_delta, empty_output
-from llaisys.outputs import FinishReason, RequestOutput
-from llaisys.sampling_params import SamplingParams
+from llaisys.output_processor import OutputAccumulator, OutputProcessor, append_delta, empty_output
+from llaisys.outputs import FinishReason, Logprob, RequestOutput
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 
 TOKENIZER = text.tokenizer()
 
@@ -206,3 +206,62 @@ def test_a_stop_string_cuts_an_output_of_several_tokens() -> None:
     delta = processor.process(news(ids("abcdef")))
     assert (delta.outputs[0].text, delta.outputs[0].finish_reason) == ("a", "stop")
     assert delta.outputs[0].token_ids == ids("abc")
+
+
+def test_without_detokenize_there_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is not used at all."""
+    processor = OutputProcessor(TOKENIZER)
+    for name in ("id_to_bytes", "token_text", "is_special"):
+        monkeypatch.delattr(f"llaisys.text.tokenizer.Tokenizer.{name}")
+    params = SamplingParams(detokenize=False, logprobs=1, prompt_logprobs=0)
+    processor.add("r", None, [1, 2], params)
+    entry = TokenLogprobs(97, -0.5, 1, [(97, -0.5), (98, -1.5)])
+    delta = processor.process(
+        EngineOutput("r", [97], [entry], new_prompt_logprobs=[TokenLogprobs(2, -1.0, 3, [])])
+    )
+    end = processor.process(EngineOutput("r", [98], [entry], FinishReason.LENGTH))
+    (choice,) = delta.outputs
+    assert (choice.text, choice.token_ids, choice.logprobs) == (
+        "",
+        [97],
+        [{97: Logprob(-0.5, 1, None), 98: Logprob(-1.5, 2, None)}],
+    )
+    assert list(delta.prompt_logprobs or ()) == [None, {2: Logprob(-1.0, 3, None)}]
+    assert (end.outputs[0].text, end.outputs[0].token_ids, end.finished) == ("", [98], True)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_accumulator_gives_outputs_of_its_kind(kind: RequestOutputKind) -> None:
+    processor = opened(n=2, logprobs=0)
+    accumulator = OutputAccumulator(kind, empty_output("r", "prompt", [1, 2], 2))
+
+    def step(shown: str, index: int, reason: FinishReason | None = None) -> RequestOutput | None:
+        entries = [TokenLogprobs(i, -0.5, 1, []) for i in ids(shown)]
+        return accumulator.add(processor.process(EngineOutput("r", ids(shown), entries, reason, index=index)))
+
+    outputs = [
+        step("a", 0),
+        step("x", 1),
+        step("b", 0, FinishReason.LENGTH),
+        step("y", 1, FinishReason.LENGTH),
+    ]
+    shown = [
+        None if o is None else [(c.index, c.text, len(c.logprobs or ())) for c in o.outputs] for o in outputs
+    ]
+    assert (
+        shown
+        == {
+            RequestOutputKind.CUMULATIVE: [
+                [(0, "a", 1), (1, "", 0)],
+                [(0, "a", 1), (1, "x", 1)],
+                [(0, "ab", 2), (1, "x", 1)],
+                [(0, "ab", 2), (1, "xy", 2)],
+            ],
+            RequestOutputKind.DELTA: [[(0, "a", 1)], [(1, "x", 1)], [(0, "b", 1)], [(1, "y", 1)]],
+            RequestOutputKind.FINAL_ONLY: [None, None, None, [(0, "ab", 2), (1, "xy", 2)]],
+        }[kind]
+    )
+    assert [o is not None and o.finished for o in outputs] == [False, False, False, True]
+    if kind is RequestOutputKind.CUMULATIVE:
+        assert outputs[2] is not None
+        assert [c.finish_reason for c in outputs[2].outputs] == ["length", None]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import core, text
-from llaisys import LLM, SamplingParams
+from llaisys import LLM, RequestOutputKind, SamplingParams
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.errors import RejectedError
@@ -90,7 +90,13 @@ def test_llm_truncates_prompts_and_tokenizes_bad_words(specs: list[core.SamplerS
 
 @pytest.mark.usefixtures("fake_model")
 async def test_async_llm_truncates_prompts_and_tokenizes_bad_words(specs: list[core.SamplerSpec]) -> None:
-    params = SamplingParams(**GREEDY, truncate_prompt_tokens=-1, bad_words=["no"], prompt_logprobs=0)
+    params = SamplingParams(
+        **GREEDY,
+        truncate_prompt_tokens=-1,
+        bad_words=["no"],
+        prompt_logprobs=0,
+        output_kind=RequestOutputKind.DELTA,
+    )
     service = await AsyncLLM.start(Config(num_kv_cells=256, max_model_len=20))
     try:
         deltas = [d async for d in service.generate("x" * 40, params, "a")]

@@ -12,7 +12,7 @@ from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 
 A, B = FakeService(model_names=("a", "a2")), FakeService(model_names=("b", "default/b"))
 
@@ -47,7 +47,7 @@ async def test_each_entry_gets_its_engine() -> None:
     both = await ModelRegistry.start(config)
     a, b = both.services
     assert (both.names, a.is_loaded(), b.is_loaded()) == (("a", "b"), True, False)
-    params = SamplingParams(temperature=0.0, max_tokens=3)
+    params = SamplingParams(temperature=0.0, max_tokens=3, output_kind=RequestOutputKind.DELTA)
     for service in (a, b):
         ids = [i async for d in service.generate([1], params, "r") for i in d.outputs[0].token_ids]
         assert ids == core.answer([1], 3)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from llaisys.errors import RejectedError
+from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.outputs import CompletionOutput
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams, count_logprobs
 
 
 def test_defaults_equal_those_of_vllm() -> None:
@@ -42,7 +42,10 @@ def test_equivalent_values() -> None:
         ({"presence_penalty": 2.1}, "presence_penalty", "2.0"),
         ({"frequency_penalty": -2.1}, "frequency_penalty", "2.0"),
         ({"seed": 2**63}, "seed", "9223372036854775807"),
-        ({"logprobs": 21}, "logprobs", "20"),
+        ({"logprobs": -2}, "logprobs", "-1 to"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs", "-1 to"),
+        ({"detokenize": False, "stop": "x"}, "stop", "detokenize"),
+        ({"output_kind": 1}, "output_kind", "RequestOutputKind"),
         ({"stop": [""]}, "stop", "1 to 1024"),
         ({"stop": ["x" * 1025]}, "stop", "1025"),
         ({"stop": [3]}, "stop", "expected strings"),
@@ -61,6 +64,41 @@ def test_invalid_values_name_the_field_and_the_bound(bad: dict[str, Any], param:
     assert param.split("[")[0] in str(caught.value)
     assert says in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_extra_args_are_refused_by_name() -> None:
+    for empty in (None, {}):
+        assert not SamplingParams(extra_args=empty).extra_args
+    with pytest.raises(UnsupportedError, match="extra_args has 'kv_transfer_params'") as caught:
+        SamplingParams(extra_args={"kv_transfer_params": {}})
+    assert caught.value.param == "extra_args"
+
+
+def test_output_kinds_are_those_of_vllm() -> None:
+    assert {kind.name: kind.value for kind in RequestOutputKind} == {
+        "CUMULATIVE": 0,
+        "DELTA": 1,
+        "FINAL_ONLY": 2,
+    }
+    assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
+    assert SamplingParams().detokenize
+
+
+@pytest.mark.parametrize(
+    ("value", "maximum", "n"), [(0, 0, 0), (20, 20, 20), (-1, -1, 300), (500, -1, 300), (-1, 300, 300)]
+)
+def test_logprobs_are_counted(value: int, maximum: int, n: int) -> None:
+    assert count_logprobs("logprobs", value, maximum, 300) == n
+
+
+@pytest.mark.parametrize(
+    ("value", "maximum", "says"), [(21, 20, "is 21, allowed are up to 20"), (-1, 299, "vocabulary of 300")]
+)
+def test_more_logprobs_than_the_maximum_are_refused(value: int, maximum: int, says: str) -> None:
+    with pytest.raises(RejectedError, match=says) as caught:
+        count_logprobs("top_logprobs", value, maximum, 300)
+    assert caught.value.param == "top_logprobs"
+    assert "max_logprobs" in str(caught.value)
 
 
 def test_a_completion_is_finished_with_its_reason() -> None:

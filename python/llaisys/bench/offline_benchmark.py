@@ -26,9 +26,9 @@ def throughput(config: Config, workload: Workload, n: int, temperature: float) -
     with _llm(config) as llm:
         turns = _turns(llm, workload, config.seed)
         params = [_params(turn.output_len, n, temperature) for turn in turns]
-        llm.generate([[1] * 8], _params(2, 1, 0.0))  # warm up memory pages and thread pools
+        llm.generate([[1] * 8], _params(2, 1, 0.0), use_tqdm=False)  # warm up memory pages and thread pools
         start_s = time.perf_counter()
-        outputs = llm.generate([turn.prompt for turn in turns], params)
+        outputs = llm.generate([turn.prompt for turn in turns], params, use_tqdm=False)
         elapsed_s = time.perf_counter() - start_s
     n_prompt, n_output = sum(len(a.prompt_token_ids) for a in outputs), _output_tokens(outputs)
     return {
@@ -52,7 +52,7 @@ def latency(config: Config, workload: Workload, n: int, n_warmup: int, n_measure
         params = [_params(turn.output_len, n, 1.0) for turn in turns]
         for _ in range(n_warmup + n_measured):
             start_s = time.perf_counter()
-            llm.generate([turn.prompt for turn in turns], params)
+            llm.generate([turn.prompt for turn in turns], params, use_tqdm=False)
             durations_s.append(time.perf_counter() - start_s)
     measured = np.array(durations_s[n_warmup:])
     return {

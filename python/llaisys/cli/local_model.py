@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.outputs import RequestOutput
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 
 Show = Callable[[str], None]
 T = TypeVar("T")
@@ -67,7 +67,8 @@ class LocalModel:
         return self._engine
 
     def _stream_completion(self, prompt: str | list[int], fields: Mapping[str, Any], show: Show) -> None:
-        params = SamplingParams(**{**self._llm.default_sampling_params, **fields})
+        deltas = {"output_kind": RequestOutputKind.DELTA}
+        params = SamplingParams(**{**self._llm.default_sampling_params, **fields, **deltas})
         self._n_requests += 1
         stream = self._llm.generate(prompt, params, f"local-{self._n_requests}")
         task = self._loop.create_task(_show_deltas(stream, show))

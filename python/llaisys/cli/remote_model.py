@@ -60,7 +60,11 @@ class RemoteModel:
 
 
 def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
-    """Yield the pieces of a stream. Raises RequestFailedError for an error before or in the stream."""
+    """Yield the pieces of a stream, with reasoning in tags as in the text of a local model.
+
+    Raises RequestFailedError for an error before or in the stream.
+    """
+    is_reasoning = False
     if response.status != 200:
         raise RequestFailedError(f"the server responded {response.status}: {_error_text(response.read())}")
     for line in response:
@@ -70,7 +74,13 @@ def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
         if "error" in chunk:
             raise RequestFailedError(str(chunk["error"]["message"]))
         for choice in chunk["choices"]:
-            yield choice["delta"].get("content") or ""
+            reasoning, content = (choice["delta"].get(name) or "" for name in ("reasoning", "content"))
+            if reasoning:
+                yield reasoning if is_reasoning else f"<think>\n{reasoning}"
+                is_reasoning = True
+            if content:
+                yield f"\n</think>\n\n{content}" if is_reasoning else content
+                is_reasoning = False
 
 
 def _error_text(raw: bytes) -> str:

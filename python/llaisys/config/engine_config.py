@@ -129,6 +129,13 @@ class EngineConfig(BaseModel):
         ge=1,
         description="tokens of one completion; a request that asks for more gets 400 (default: the context)",
     )
+    max_logprobs: int = Field(
+        20,
+        ge=-1,
+        description="candidates of one token that a request may ask logprobs for; more get 400; -1 is no "
+        "limit, so that logprobs=-1 returns the whole vocabulary; raise it only for trusted clients, because "
+        "each candidate takes about 100 bytes of memory and response",
+    )
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1,

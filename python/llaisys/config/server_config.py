@@ -29,17 +29,20 @@ class ServedModelConfig(BaseModel):
         "free memory between uses",
     )
     enable_auto_tool_choice: bool = Field(
-        False, description="let the model decide when to call a tool; needs tool_call_parser"
+        False,
+        description="accepted for compatibility, without effect: a model may always decide to call a tool",
     )
-    tool_call_parser: Literal["hermes", "llama3_json"] | None = Field(
+    tool_call_parser: (
+        Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek"] | None
+    ) = Field(
         None,
-        description="format in which the model writes tool calls (default: none are parsed); Qwen models use "
-        "hermes",
+        description="format in which the model writes tool calls (default: the one that its chat template "
+        "shows); set it if tool_choice auto is refused or calls stay in the content",
     )
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None,
-        description="format in which the model marks its reasoning (default: it is not separated); "
-        "deepseek_r1 starts with reasoning, qwen3 may open it with <think>",
+        description="format in which the model marks its reasoning (default: by chat template and the end "
+        "of the prompt); deepseek_r1 starts with reasoning, qwen3 may open it with <think>",
     )
 
 
@@ -103,6 +106,11 @@ class ServerConfig(BaseModel):
         description="clients that share cached prefixes: requests of the same key, or of all keys; with all, "
         "clients can learn from cached_tokens and timing what others have sent",
     )
+    allow_model_management: bool = Field(
+        False,
+        description="let clients with an API key download and delete cached models (Ollama's /api/pull and "
+        "/api/delete); without keys it has no effect",
+    )
     max_concurrent_requests_per_key: int | None = Field(
         None, ge=1, description="open requests of one key; further ones get 429 (default: no bound)"
     )
@@ -111,8 +119,17 @@ class ServerConfig(BaseModel):
     )
 
     # requests and responses
+    enable_force_include_usage: bool = Field(
+        False,
+        description="end every stream with its usage, as if the request had set stream_options.include_usage",
+    )
     strict_fields: bool = Field(
         False, description="reject unknown request fields with 400; otherwise they are ignored and reported"
+    )
+    drop_attribution_line: bool = Field(
+        True,
+        description="leave out the line x-anthropic-billing-header at the head of the system prompt of "
+        "/v1/messages: Claude Code changes it in each request, so that no prefix would be cached",
     )
     max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of one request body; a larger one gets 413")
     max_body_bytes_in_flight: int = Field(
@@ -156,6 +173,17 @@ class ServerConfig(BaseModel):
     )
     max_chat_bytes_per_key: int = Field(
         256 << 20, ge=1, description="bytes of one key's chats in chat_store; a write beyond them gets 400"
+    )
+    response_store: Path | None = Field(
+        None,
+        description="SQLite file for responses of /v1/responses (default: none is stored); set it for "
+        "previous_response_id, background responses and reading a response again",
+    )
+    max_stored_response_bytes_per_key: int = Field(
+        256 << 20,
+        ge=1,
+        description="bytes of one key's responses and their input in response_store; beyond them the least "
+        "recently used are deleted",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged; debug also logs probes and other reads"

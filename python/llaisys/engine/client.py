@@ -22,7 +22,16 @@ from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.loop import EngineListener, EngineLoop
-from llaisys.engine.messages import Cancel, Submit, TimelineReply, TimelineRequest
+from llaisys.engine.messages import (
+    Call,
+    Cancel,
+    PrefixCacheReset,
+    Reply,
+    ResetPrefixCache,
+    Submit,
+    TimelineReply,
+    TimelineRequest,
+)
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
 from llaisys.engine.watchdog import EngineWatchdog
@@ -43,14 +52,14 @@ from llaisys.timeline import Timeline
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
-# Session and timeline requests that may be open at the same time. Each may hold one piece of a session file.
+# Calls (`messages.Call`) that may be open at the same time. Each may hold one piece of a session file.
 CALLS_MAX = 16
 
 
 class EngineConnection(Protocol):
     """A connection to one running engine."""
 
-    def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
+    def send(self, message: Submit | Cancel | Call) -> None:
         """Queue a message for the engine's next step. Never waits; may be called from any thread."""
 
 
@@ -173,9 +182,14 @@ class EngineClient(ABC):
         """
         return self._call(client_id, lambda call_id: TimelineRequest(call_id, request_id))
 
-    def _call(
-        self, client_id: str, message: Callable[[int], SessionRequest | TimelineRequest]
-    ) -> Future[Any]:
+    def reset_prefix_cache(self) -> Future[bool]:
+        """Remove the cached prefixes that no session pins; False, without effect, while requests run.
+
+        Raises the errors of `call_session`.
+        """
+        return self._call("", ResetPrefixCache)
+
+    def _call(self, client_id: str, message: Callable[[int], Call]) -> Future[Any]:
         connection = self._connection
         if connection is None or not self._is_owner():
             raise self._dead_error()
@@ -183,7 +197,7 @@ class EngineClient(ABC):
         shares = Shares(CALLS_MAX, self._limits.n_clients)
         if not shares.allows(Counter(self._callers.values()), client_id):
             raise ExhaustedError(
-                f"{shares.maximum} session and timeline requests are open, which is the limit; try later"
+                f"{shares.maximum} session, timeline and cache calls are open, which is the limit; try later"
             )
         call_id, future = next(self._call_ids), Future[Any]()
         future.set_running_or_notify_cancel()
@@ -283,10 +297,15 @@ class EngineClient(ABC):
         else:
             future.set_exception(reply.error)
 
-    def _receive_timelines(self, reply: TimelineReply) -> None:
+    def _receive_reply(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)
-        if future is not None:
-            future.set_result(reply.timelines)
+        if future is None:
+            return
+        match reply:
+            case TimelineReply(timelines=timelines):
+                future.set_result(timelines)
+            case PrefixCacheReset(is_reset=is_reset):
+                future.set_result(is_reset)
 
     def _receive_step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats
@@ -365,7 +384,7 @@ class InprocClient(EngineClient):
         super().__init__(limits, deliver, watchdog)
         on_end = partial(self._end_all, final=True)
         listener = EngineListener(
-            self._receive_step, self._receive_session_reply, self._receive_timelines, on_end, clock
+            self._receive_step, self._receive_session_reply, self._receive_reply, on_end, clock
         )
         self._loop = EngineLoop(build, listener, self._inbox_max, watchdog)
         self._connection = self._loop

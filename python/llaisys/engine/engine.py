@@ -42,13 +42,7 @@ from llaisys.engine.spec_decode.speculator import Speculator
 from llaisys.engine.stats import EngineStatsRecorder
 from llaisys.engine.structured_output import StructuredOutputManager
 from llaisys.engine.timeline import NAMED_REQUESTS_MAX, TimelineRecorder
-from llaisys.errors import (
-    EngineDeadError,
-    ExhaustedError,
-    LlaisysError,
-    RejectedError,
-    RequestFailedError,
-)
+from llaisys.errors import EngineDeadError, ExhaustedError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.outputs import RequestId
 from llaisys.stats import EngineStats
 from llaisys.timeline import Timeline
@@ -147,6 +141,13 @@ class LLMEngine:
         named = [each for each in self.requests.choices(request_id) if index in (None, each.index)]
         self._pending += [self._finish(choice, Cancelled()) for choice in named]
         return bool(named)
+
+    def reset_prefix_cache(self) -> bool:
+        """Evict all cached prefixes that no session pins. While requests run, do nothing and return False."""
+        if self.requests.running:
+            return False
+        self._kv_cache.evict_all()
+        return True
 
     # --- restored sessions: their requests wait outside the queue ---
 

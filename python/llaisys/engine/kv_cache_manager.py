@@ -117,6 +117,10 @@ class KvCacheManager:
                 n_evicted += n
         return n_evicted
 
+    def evict_all(self) -> None:
+        """Evict every cached prefix that is not pinned."""
+        self.evict([self._limits.n_cells_per_stream] * self.n_streams)
+
     def would_evict(self, n_free_wanted: int) -> bool:
         """Return True if `evict` would release cells to get this many free ones in each KV stream."""
         return any(

@@ -12,7 +12,7 @@ from pathlib import Path
 from llaisys.engine.request import EngineRequest
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.model_info import Pooling
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import ALL_LOGPROBS, SamplingParams, count_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Limits:
     - `session_store`: the folder of saved sessions. With None they cannot be saved.
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.
+    - `max_logprobs`: logprobs of one token in `logprobs` and `prompt_logprobs`; -1 is no limit.
     - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
@@ -69,6 +70,7 @@ class Limits:
     session_kv_share: float = 0.5
     session_store: Path | None = None
     n_clients: int = 1
+    max_logprobs: int = 20
     speculates: bool = False
 
     def __post_init__(self) -> None:
@@ -105,8 +107,15 @@ class Limits:
         return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)
 
 
-# Maximum entries of `prompt_logprobs`: prompt tokens times (candidates + 1).
+# Maximum entries of `prompt_logprobs`, prompt tokens times (candidates + 1), and of `logprobs` of all choices
+# if there are more than LOGPROBS_FREE candidates. An entry takes about 100 bytes until it is delivered.
 PROMPT_LOGPROBS_MAX = 1 << 17
+LOGPROBS_MAX = 1 << 20
+LOGPROBS_FREE = 20
+# Maximum such entries of all open requests of a server, prompts included; a client's only one may have more.
+LOGPROBS_OPEN_MAX = 1 << 22
+# If `max_logprobs` allows more, as many entries as this number of positions has.
+_LARGEST_POSITIONS = 32
 
 
 def token_limit(
@@ -124,14 +133,7 @@ def token_limit(
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
-    if params.prompt_logprobs is not None:
-        n_entries = len(prompt) * (params.prompt_logprobs + 1)
-        if n_entries > PROMPT_LOGPROBS_MAX:
-            raise RejectedError(
-                f"prompt_logprobs {params.prompt_logprobs} of {len(prompt)} prompt tokens are {n_entries} "
-                f"entries, allowed are {PROMPT_LOGPROBS_MAX}: request fewer, or shorten the prompt",
-                param="prompt_logprobs",
-            )
+    _check_logprobs(len(prompt), params, limits)
     _check_max("n", params.n, limits.max_num_seqs, "max_num_seqs")
     if params.prediction and not limits.speculates:
         raise UnsupportedError(
@@ -182,6 +184,45 @@ def check_first_token(source: EngineRequest) -> None:
             f"{' and '.join(['allowed_token_ids', *others])} leave no token: all allowed tokens are masked",
             param="allowed_token_ids",
         )
+
+
+def _check_logprobs(n_prompt: int, params: SamplingParams, limits: Limits) -> None:
+    """Raise RejectedError for more candidates than `max_logprobs`, or for more entries than fit in memory."""
+    allowed, vocab_size = limits.max_logprobs, limits.vocab_size
+    n_largest = vocab_size if allowed < 0 else min(allowed, vocab_size)
+    n_free = _LARGEST_POSITIONS * (n_largest + 1)
+    if params.prompt_logprobs is not None:
+        n_top = count_logprobs("prompt_logprobs", params.prompt_logprobs, allowed, vocab_size)
+        n_entries, n_max = n_prompt * (n_top + 1), max(PROMPT_LOGPROBS_MAX, n_free)
+        if n_entries > n_max:
+            raise RejectedError(
+                f"prompt_logprobs {params.prompt_logprobs} of {n_prompt} prompt tokens are {n_entries} "
+                f"entries, allowed are {n_max}: request fewer, or shorten the prompt",
+                param="prompt_logprobs",
+            )
+    if params.logprobs is None:
+        return
+    n_top = count_logprobs("logprobs", params.logprobs, allowed, vocab_size)
+    n_tokens = params.n * (params.max_tokens or limits.max_model_len)
+    n_entries, n_max = n_tokens * (n_top + 1), max(LOGPROBS_MAX, n_free)
+    if n_top > LOGPROBS_FREE and n_entries > n_max:
+        raise RejectedError(
+            f"logprobs {params.logprobs} of {n_tokens} tokens are {n_entries} entries, allowed are {n_max}: "
+            "request fewer, or set a smaller max_tokens",
+            param="logprobs",
+        )
+
+
+def many_logprobs(n_prompt: int, params: SamplingParams, limits: Limits) -> int:
+    """Return the entries of `logprobs` and `prompt_logprobs`, each if it has more than LOGPROBS_FREE
+    candidates."""
+    n_output = params.n * (params.max_tokens or limits.max_model_len)
+    return sum(
+        n_tokens * (n_top + 1)
+        for requested, n_tokens in ((params.prompt_logprobs, n_prompt), (params.logprobs, n_output))
+        if requested is not None
+        and (n_top := limits.vocab_size if requested == ALL_LOGPROBS else requested) > LOGPROBS_FREE
+    )
 
 
 def _check_max(param: str, value: int, maximum: int, setting: str) -> None:

@@ -23,7 +23,17 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.limits import Limits
 from llaisys.engine.memory import EngineSizing, WorkerSettings
-from llaisys.engine.messages import Cancel, Shutdown, Submit, TimelineReply, TimelineRequest
+from llaisys.engine.messages import (
+    Call,
+    Cancel,
+    PrefixCacheReset,
+    Reply,
+    ResetPrefixCache,
+    Shutdown,
+    Submit,
+    TimelineReply,
+    TimelineRequest,
+)
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
 from llaisys.engine.spec_decode.draft_model import DraftModelProposer
@@ -41,7 +51,7 @@ class _Wake:
     """The file I/O of a session transfer is done."""
 
 
-Message: TypeAlias = Submit | Cancel | SessionRequest | TimelineRequest | Shutdown | _Wake
+Message: TypeAlias = Submit | Cancel | Call | Shutdown | _Wake
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class EngineListener:
     """The callbacks of an engine loop. All run on the engine thread and must not raise.
 
     - `on_step`: the outputs of a step, and the engine's stats after it.
-    - `on_session_reply`, `on_timeline_reply`: the reply to a SessionRequest or a TimelineRequest.
+    - `on_session_reply`: the reply to a SessionRequest. `on_reply`: the reply to any other call.
     - `on_end`: called once with the reason when the loop has ended. No output follows. If the engine is
       stuck, the call is on the watchdog's thread.
     - `clock`: monotonic seconds, on the same scale as the requests' times.
@@ -57,7 +67,7 @@ class EngineListener:
 
     on_step: Callable[[list[EngineOutput], EngineStats], None]
     on_session_reply: Callable[[SessionReply], None]
-    on_timeline_reply: Callable[[TimelineReply], None]
+    on_reply: Callable[[Reply], None]
     on_end: Callable[[EngineDeadError], None]
     clock: Callable[[], float]
 
@@ -95,7 +105,7 @@ class EngineLoop:
             self.stop()
             raise
 
-    def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
+    def send(self, message: Submit | Cancel | Call) -> None:
         """Queue a message for the next step. Raises queue.Full if `inbox_max` messages wait."""
         if self._inbox.qsize() >= self._inbox_max:
             raise queue.Full
@@ -157,7 +167,9 @@ class EngineLoop:
                         sessions.handle(message)
                     case TimelineRequest(call_id, request_id):
                         timelines = engine.timelines(request_id, self._listener.clock())
-                        self._listener.on_timeline_reply(TimelineReply(call_id, timelines))
+                        self._listener.on_reply(TimelineReply(call_id, timelines))
+                    case ResetPrefixCache(call_id):
+                        self._listener.on_reply(PrefixCacheReset(call_id, engine.reset_prefix_cache()))
                     case Shutdown():
                         return
             sessions.continue_transfer()

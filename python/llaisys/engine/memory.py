@@ -65,6 +65,7 @@ _AS_CONFIGURED = (
     "max_batch_size",
     "max_input_tokens",
     "max_output_tokens",
+    "max_logprobs",
     "enable_prefix_caching",
     "kv_eviction_threshold",
     "kv_cleanup_interval_s",

@@ -73,6 +73,12 @@ class TimelineRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Remove the cached prefixes that no session pins."""
+
+    call_id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The last message: stop the engine, even if requests are open."""
 
@@ -109,14 +115,24 @@ class TimelineReply(msgspec.Struct, frozen=True, tag=True):
     timelines: dict[int, Timeline]
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
+    """The single reply to a ResetPrefixCache. `is_reset`: False if requests run, and nothing was removed."""
+
+    call_id: int
+    is_reset: bool
+
+
 class EngineEnded(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended for this reason; no output follows."""
 
     error: EngineDeadError
 
 
-ToEngine: TypeAlias = Start | Submit | Cancel | SessionRequest | TimelineRequest | Shutdown
-FromEngine: TypeAlias = Started | StartFailed | StepOutputs | SessionReply | TimelineReply | EngineEnded
+# Messages that get one reply with their `call_id`, and the replies that are sent at once.
+Call: TypeAlias = SessionRequest | TimelineRequest | ResetPrefixCache
+Reply: TypeAlias = TimelineReply | PrefixCacheReset
+ToEngine: TypeAlias = Start | Submit | Cancel | Call | Shutdown
+FromEngine: TypeAlias = Started | StartFailed | StepOutputs | SessionReply | Reply | EngineEnded
 
 
 class _Error(msgspec.Struct, frozen=True):

@@ -28,8 +28,10 @@ from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.engine.limits import Limits
 from llaisys.engine.memory import EngineSizing
 from llaisys.engine.messages import (
+    Call,
     Cancel,
     EngineEnded,
+    PrefixCacheReset,
     Shutdown,
     Start,
     Started,
@@ -37,11 +39,10 @@ from llaisys.engine.messages import (
     StepOutputs,
     Submit,
     TimelineReply,
-    TimelineRequest,
     decode_from_engine,
     encode,
 )
-from llaisys.engine.sessions.manager import SessionReply, SessionRequest
+from llaisys.engine.sessions.manager import SessionReply
 from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.ipc import Channel, FrameError
@@ -196,8 +197,8 @@ class ProcessClient(EngineClient):
                         self._receive_step(outputs, stats)
                     case SessionReply():
                         self._receive_session_reply(message)
-                    case TimelineReply():
-                        self._receive_timelines(message)
+                    case TimelineReply() | PrefixCacheReset():
+                        self._receive_reply(message)
                     case EngineEnded(error):
                         self._end_all(error)
                         child.shut_down()
@@ -245,7 +246,7 @@ class _EngineProcess:
         """The process id."""
         return self._process.pid
 
-    def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
+    def send(self, message: Submit | Cancel | Call) -> None:
         """Send a message. Raises TypeError or RejectedError for a value that cannot be encoded."""
         self._channel.send(encode(message))
 

@@ -6,6 +6,8 @@ checks.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import logging
 import time
@@ -24,14 +26,9 @@ from llaisys.engine.load_progress import loading_bar
 from llaisys.engine.memory import GpuSettings, WorkerSettings
 from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
 from llaisys.engine.request import BrokenInvariant, Request
-from llaisys.errors import (
-    CoreFaultError,
-    EngineDeadError,
-    LlaisysError,
-    RejectedError,
-    RequestFailedError,
-)
+from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.model_info import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
+from llaisys.sampling_params import ALL_LOGPROBS, TOKENS_MAX
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, Gpu, Progress, SamplerSpec
@@ -358,6 +355,14 @@ def available_isas() -> list[str]:
     return _core.available_isas()
 
 
+@functools.cache
+def core_digest() -> str:
+    """Return the first 8 hexadecimal digits of the SHA-256 of the core's library."""
+    from llaisys import _core  # as in `open_worker`
+
+    return hashlib.sha256(Path(_core.__file__).read_bytes()).hexdigest()[:8]
+
+
 def cuda_info() -> CudaInfo:
     """Return the CUDA devices and libraries of this machine, or the reason why CUDA cannot be used.
 
@@ -398,9 +403,16 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
         "choice": request.index,
-        "top_logprobs": -1 if params.logprobs is None else params.logprobs,
-        "prompt_logprobs": (params.prompt_logprobs or 0) if request.wants_prompt_logprobs else -1,
+        "top_logprobs": _n_logprobs(params.logprobs),
+        "prompt_logprobs": _n_logprobs(params.prompt_logprobs) if request.wants_prompt_logprobs else -1,
     }
+
+
+def _n_logprobs(requested: int | None) -> int:
+    """Return the core's value: -1 turns logprobs off, and the vocabulary limits a larger number."""
+    if requested is None:
+        return -1
+    return TOKENS_MAX if requested == ALL_LOGPROBS else requested
 
 
 def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:

@@ -14,7 +14,17 @@ from llaisys.errors import LlaisysError, RejectedError
 from llaisys.hub import embedded, huggingface
 from llaisys.hub.pull_error import PullError
 
-__all__ = ["ModelRow", "PullError", "ResolvedModel", "list_models", "pull", "remove_model", "resolve_model"]
+__all__ = [
+    "ModelRow",
+    "PullError",
+    "ResolvedModel",
+    "cached_paths",
+    "is_pullable",
+    "list_models",
+    "pull",
+    "remove_model",
+    "resolve_model",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,13 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     return ResolvedModel(found, entry.name, dict(entry.sampling_defaults))
 
 
+def is_pullable(name: str) -> bool:
+    """Return True for the name of an embedded model, and for any name that can be a Hugging Face id."""
+    return embedded.find(name) is not None or (
+        not name.startswith((".", "/", "~")) and huggingface.parse(name) is not None
+    )
+
+
 def pull(name: str, revision: str | None = None, progress: bool = True) -> Path:
     """Download a model into its cache and return its path. Complete files are not downloaded again.
 
@@ -91,6 +108,15 @@ def list_models() -> list[ModelRow]:
     return [*rows, *(ModelRow((c.name,), c.n_bytes, "", f"Hugging Face {c.ref}", c.path) for c in cached)]
 
 
+def cached_paths(name: str) -> list[Path]:
+    """Return the files or folders in the caches that belong to a model: those that `remove_model` deletes."""
+    entry = embedded.find(name)
+    if entry is not None:
+        return [embedded.target(entry)]
+    rows = [row for row in list_models() if row.names[0].partition(":")[0] == name]
+    return [row.path for row in rows if row.path is not None]
+
+
 def remove_model(name: str) -> tuple[Path, int]:
     """Delete a model from its cache; return the deleted path and the bytes freed.
 
@@ -118,11 +144,10 @@ def remove_model(name: str) -> tuple[Path, int]:
 
 def _hub_id(name: str) -> huggingface.HubId:
     """Return the Hugging Face id. Raises RejectedError if `name` cannot be one."""
-    if not name.startswith((".", "/", "~")):
-        hub_id = huggingface.parse(name)
-        if hub_id is not None:
-            return hub_id
-    raise _unknown(name)
+    hub_id = huggingface.parse(name) if is_pullable(name) else None
+    if hub_id is None:
+        raise _unknown(name)
+    return hub_id
 
 
 def _unknown(name: str) -> LlaisysError:

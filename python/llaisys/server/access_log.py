@@ -66,7 +66,7 @@ class AccessLogMiddleware:
             log.exception("request %s failed", request_id)
             notes["end_reason"] = "internal_error"
             if not status:
-                await send_error(send_with_id, to_api_error(e, request_id))
+                await send_error(send_with_id, scope, to_api_error(e, request_id))
             elif not is_whole:
                 raise  # uvicorn then closes the connection, so that the client sees an incomplete response
         finally:

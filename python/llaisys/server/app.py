@@ -24,21 +24,37 @@ from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import metrics
 from llaisys.server.access_log import AccessLogMiddleware, note, request_id_of
-from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.http_errors import COMMON_STATUSES, ApiError, error_response, error_responses, to_json
 from llaisys.server.middleware.auth import AuthMiddleware
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
 from llaisys.server.middleware.rate_limits import QueueLimitMiddleware, RateLimitMiddleware
 from llaisys.server.protocol import field_error
-from llaisys.server.routes import chat, completions, embeddings, health, models, requests, sessions, tokenize
+from llaisys.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    ollama,
+    ollama_embed,
+    ollama_management,
+    ollama_models,
+    requests,
+    responses,
+    sessions,
+    tokenize,
+)
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.webui import chats, static
 
-# Statuses that any request may get: wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
-# server that is loading or shutting down.
-COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
 NOT_OURS = ("HTTPValidationError", "ValidationError")
-BEARER = {"key": {"type": "http", "scheme": "bearer"}}
+# The two headers that a key may be sent in.
+KEY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -68,11 +84,11 @@ def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> 
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if has_keys:
-                operation["security"] = [] if path in open_paths else [{name: [] for name in BEARER}]
+                operation["security"] = [] if path in open_paths else [{name: []} for name in KEY_SCHEMES]
     for name in NOT_OURS:
         document["components"]["schemas"].pop(name, None)
     if has_keys:
-        document["components"]["securitySchemes"] = BEARER
+        document["components"]["securitySchemes"] = KEY_SCHEMES
     return document
 
 
@@ -122,7 +138,10 @@ def _routes(state: ServerState) -> FastAPI:
     document = cache(partial(openapi_of, app, PROBES, has_keys=bool(state.keys)))
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.webui = static.load_webui()
-    api = (chat, chats, completions, embeddings, models, tokenize, sessions, requests)
+    api = (
+        *(chat, completions, responses, messages, embeddings, tokenize, models, requests, sessions, chats),
+        *(ollama, ollama_embed, ollama_models, ollama_management),
+    )
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):
         app.include_router(each)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
@@ -133,21 +152,17 @@ def _routes(state: ServerState) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Respond with OpenAI's error object; note and count the error."""
+    """Respond with the error object of the route's protocol; note and count the error."""
     state = state_of(request)
     api_error = state.wire_error(error, request_id_of(request))
     note(request, end_reason=api_error.code)
     state.metrics.count_error(api_error.code)
-    return Response(
-        to_json(api_error.body()),
-        api_error.status_code,
-        headers=dict(api_error.headers or {}),
-        media_type="application/json",
-    )
+    status, headers, raw = error_response(api_error, request.url.path)
+    return Response(raw, status, headers=headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Respond to the framework's errors (404, 405, an unreadable body) with OpenAI's error object."""
+    """Respond to the framework's errors (404, 405, an unreadable body) with an error object."""
     if isinstance(error, ApiError) or not isinstance(error, HTTPException):
         return await _on_error(request, error)
     message, code = {

@@ -15,8 +15,10 @@ from llaisys.errors import RejectedError
 from llaisys.outputs import Logprob, RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import REQUEST_ID_MAX, clean_request_id
+from llaisys.server.http_errors import ApiError
 from llaisys.server.protocol import ResponseOptions, UsageOptions
 from llaisys.server.response_body import Json, Part
+from llaisys.server.stream_writer import StreamFormat
 
 # vLLM's value for the logprob of an impossible token, because JSON has no infinity.
 LOGPROB_MIN = -9999.0
@@ -41,13 +43,17 @@ FLOAT_BYTES, BASE64_FLOAT_BYTES = 21, 16 / 3
 class CompletionBuilder(Protocol):
     """Builds the response of an endpoint from the deltas of a generation: chunks of a stream, or one object.
 
-    CompletionResponse updates `usage`; a builder only reads it.
+    - `stream_format`: how the chunks of a stream become bytes.
+    - `usage`: updated by CompletionResponse; a builder only reads it.
+    - `finish_reasons`: of all choices that have ended, for the log.
     """
 
+    stream_format: StreamFormat
     usage: Usage
+    finish_reasons: set[str]
 
-    def opening(self) -> list[Json]:
-        """Return the chunks before the first token."""
+    def opening(self) -> Iterable[Json]:
+        """Return the chunks before the first token. A stream reads them when it begins."""
 
     def chunks(self, index: int, delta: RequestOutput) -> Iterable[Json]:
         """Yield the chunks of one delta of the prompt `index`, including finish reasons. Lazy; no chunk is
@@ -55,6 +61,9 @@ class CompletionBuilder(Protocol):
 
     def closing(self) -> list[Json]:
         """Return the chunks after the last token of all choices."""
+
+    def error_chunks(self, error: ApiError) -> list[Json]:
+        """Return the last chunks of a stream that has begun and that an error ends."""
 
     def collect(self, chunk: Json) -> int:
         """Add a chunk to the object of an unstreamed response; return by how many bytes it has grown."""
@@ -70,10 +79,13 @@ class CompletionMeta:
     id: str
     model: str
     created_s: int
+    system_fingerprint: str
 
     @staticmethod
-    def new(prefix: str, model: str, request_id: str | None = None) -> CompletionMeta:
-        """Return metadata with the id `prefix-<hex>`, or `prefix-<request_id>` if the client sent one.
+    def new(
+        prefix: str, model: str, request_id: str | None = None, system_fingerprint: str = ""
+    ) -> CompletionMeta:
+        """Return metadata with the id `<prefix><hex>`, or `<prefix><request_id>` if the client sent one.
 
         Raises RejectedError for a `request_id` that is not safe in logs and URLs.
         """
@@ -82,7 +94,8 @@ class CompletionMeta:
                 f"request_id must have 1 to {REQUEST_ID_MAX} letters, digits, '-', '_' or '.'",
                 param="request_id",
             )
-        return CompletionMeta(f"{prefix}-{request_id or uuid.uuid4().hex}", model, int(time.time()))
+        id = f"{prefix}{request_id or uuid.uuid4().hex}"
+        return CompletionMeta(id, model, int(time.time()), system_fingerprint)
 
     def fields(self, kind: str) -> dict[str, Any]:
         """Return the first fields of an object of this kind."""
@@ -91,7 +104,7 @@ class CompletionMeta:
             "object": kind,
             "created": self.created_s,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self.system_fingerprint,
         }
 
 

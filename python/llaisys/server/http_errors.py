@@ -10,19 +10,38 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from llaisys import errors
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+CONTEXT_LENGTH = "context_length_exceeded"
+# Statuses that any request may get: wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
+# server that is loading or shutting down.
+COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
 RETRY_AFTER_MAX_S = 60
 MESSAGE_CHARS_MAX = 2000
 NO_RETRY = {"x-should-retry": "false"}
+
+# Paths of the protocols whose errors differ from OpenAI's.
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
+# HTTP status -> Anthropic's error type.
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# The status with which Anthropic's API says that it is overloaded.
+ANTHROPIC_OVERLOADED = 529
 
 
 class ApiError(HTTPException):
@@ -67,10 +86,31 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+class AnthropicErrorDetail(BaseModel):
+    """An error for programs (`type`) and for people (`message`)."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class OllamaErrorAnswer(BaseModel):
+    """Ollama's error object."""
+
+    error: str
+
+
+def error_responses(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
     """Return the error responses of a route for its OpenAPI schema."""
-    names = {status.value: status.phrase for status in HTTPStatus} | {499: "Cancelled"}
-    return {status: {"model": ErrorAnswer, "description": names[status]} for status in statuses}
+    names = {status.value: status.phrase for status in HTTPStatus}
+    names |= {499: "Cancelled", ANTHROPIC_OVERLOADED: "Overloaded"}
+    return {status: {"model": model, "description": names[status]} for status in statuses}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +128,7 @@ class Row:
 TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.LlaisysError: Row(500, SERVER_ERROR, "internal_error", "internal error", retry=False),
     errors.RejectedError: Row(400, INVALID_REQUEST, "invalid_value"),
-    errors.ContextLengthError: Row(400, INVALID_REQUEST, "context_length_exceeded"),
+    errors.ContextLengthError: Row(400, INVALID_REQUEST, CONTEXT_LENGTH),
     errors.NotFoundError: Row(404, INVALID_REQUEST, "not_found"),
     errors.UnsupportedError: Row(400, INVALID_REQUEST, "unsupported_value"),
     errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
@@ -151,7 +191,10 @@ def model_not_found(name: str) -> ApiError:
 
 def invalid_key() -> ApiError:
     """Return 401: no key, or an unknown one."""
-    message = "Incorrect API key provided, or none: send it as `Authorization: Bearer KEY`."
+    message = (
+        "Incorrect API key provided, or none, or two: send one as `Authorization: Bearer KEY` or as "
+        "`x-api-key: KEY`."
+    )
     return ApiError(401, message, code="invalid_api_key").with_headers({"www-authenticate": "Bearer"})
 
 
@@ -229,10 +272,36 @@ def to_json(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return Anthropic's error object, as https://docs.anthropic.com/en/api/errors defines it."""
+    kind = ANTHROPIC_KINDS.get(error.status_code, INVALID_REQUEST if error.status_code < 500 else "api_error")
+    # Anthropic's documented words, by which agents recognize that they must shorten the conversation.
+    words = "prompt is too long: " if error.code == CONTEXT_LENGTH else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{words}{error.message}"}}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return Ollama's error object: a text."""
+    return {"error": error.message}
+
+
+def error_response(error: ApiError, path: str) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an error, in the format of the protocol that serves `path`."""
+    status = error.status_code
+    if path.startswith(ANTHROPIC_PATH):
+        body = anthropic_error(error)
+        status = ANTHROPIC_OVERLOADED if status == 503 else status
+    elif path.startswith(OLLAMA_PATH):
+        body = ollama_error(error)
+    else:
+        body = error.body()
+    return status, {"content-type": "application/json", **(error.headers or {})}, to_json(body)
+
+
+async def send_error(send: Send, scope: Scope, error: ApiError) -> None:
     """Send an error as an HTTP response, for middleware outside the application."""
-    raw = to_json(error.body())
-    headers = {"content-type": "application/json", "content-length": str(len(raw)), **(error.headers or {})}
+    status, headers, raw = error_response(error, scope["path"])
+    headers = {"content-length": str(len(raw)), **headers}
     start = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": start})
+    await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": raw})

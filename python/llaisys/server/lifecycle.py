@@ -37,6 +37,7 @@ from llaisys.server.listener import (
 from llaisys.server.middleware.auth import Keyring
 from llaisys.server.middleware.hosts import check_exposure
 from llaisys.server.middleware.rate_limits import OpenRequestLimitMiddleware
+from llaisys.server.responses.store import ResponseStore
 from llaisys.server.state import ServerState
 from llaisys.server.tracing import RequestTracer
 from llaisys.server.webui.chat_store import ChatStore
@@ -46,6 +47,8 @@ LAG_INTERVAL_S = 0.25
 TRIM_INTERVAL_S = 5.0
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
+# Seconds for background responses, whose generation has ended, to be stored.
+CLOSE_BACKGROUND_S = 5.0
 BEATS_PER_WINDOW = 24  # heartbeats per `watchdog_window_s`; a late event loop is logged after a sixth of it
 
 log = logging.getLogger("llaisys.server")
@@ -83,9 +86,14 @@ def serve(config: Config) -> int:
     tls = tls_options(config)
     keys = Keyring.of(config)
     config = config.model_copy(update={"api_key": ()})  # keep only the hashes
-    with listening(config) as listener, _chats(config) as chats, _tracer(config) as tracer:
+    with (
+        listening(config) as listener,
+        _chats(config) as chats,
+        _responses(config) as responses,
+        _tracer(config) as tracer,
+    ):
         listener.limit.maximum = n_connections
-        state = ServerState(config, keys=keys, chats=chats, tracer=tracer)
+        state = ServerState(config, keys=keys, chats=chats, responses=responses, tracer=tracer)
         state.metrics.count_connections(listener.limit.stats, log_writer)
         return asyncio.run(Lifecycle(config, listener, state, tls).run())
 
@@ -118,6 +126,17 @@ def _chats(config: Config) -> Iterator[ChatStore | None]:
         return
     with contextlib.closing(ChatStore(config.chat_store, config.max_chat_bytes_per_key)) as chats:
         yield chats
+
+
+@contextlib.contextmanager
+def _responses(config: Config) -> Iterator[ResponseStore | None]:
+    """Yield the response store if one is configured; close it at the end. Raises RejectedError."""
+    if config.response_store is None:
+        yield None
+        return
+    bytes_max = config.max_stored_response_bytes_per_key
+    with contextlib.closing(ResponseStore(config.response_store, bytes_max)) as responses:
+        yield responses
 
 
 class Lifecycle:
@@ -224,6 +243,7 @@ class Lifecycle:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
             await models.close()
+        await self._state.background.wait(CLOSE_BACKGROUND_S)
         for task in meanwhile:  # not earlier: without heartbeats, a drain would count as a stuck event loop
             task.cancel()
         return exit_code

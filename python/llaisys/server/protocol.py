@@ -1,30 +1,23 @@
-"""Reads requests: the JSON body, the meaning of its fields, and the sampling parameters.
-
-There are four kinds of fields; null always means absent:
-
-- supported: typed in `request_schemas.py`.
-- without effect: `NO_EFFECT`.
-- known but not supported: `NEUTRAL`, accepted with null or a neutral value, otherwise a 400 that names it.
-- unknown: accepted and named in the header `x-llaisys-ignored-fields`; a 400 with `--strict-fields`.
-"""
+"""Reads requests: the JSON body, its options for the engine, and the sampling parameters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.body import InvalidField, parse_body
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.sampling_params import SamplingParams
+from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from llaisys.server.access_log import ignored_headers
+from llaisys.server.fields import ignored_fields
 from llaisys.server.http_errors import ApiError, to_api_error
 from llaisys.server.request_schemas import (
     CACHE_SALT_CHARS_MAX,
@@ -37,85 +30,9 @@ from llaisys.server.request_schemas import (
 from llaisys.server.state import state_of
 from llaisys.session_client import check_name
 
-IGNORED_NAMES_MAX = 64
 # Maximum choices of one prompt over HTTP.
 N_MAX = 8
 PRIORITY_MAX = 2**31 - 1
-
-# Hints and metadata of OpenAI's platform, which do not change a response.
-NO_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "stream_options.include_obfuscation",
-        # As in vLLM with a fast tokenizer, special tokens never have spaces between them.
-        "spaces_between_special_tokens",
-    }
-)
-
-# Unsupported fields of OpenAI's or vLLM's API -> values without effect (null is always accepted).
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "logprob_token_ids": ([],),
-    "logits_processors": ([],),
-    "truncation_side": ("left",),
-    "return_prompt_text": (False,),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-    "repetition_detection": (),
-    "thinking_token_budget": (),
-    "stream_interval": (1,),
-}
-
-CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL,
-    "best_of": (1,),
-    "moderation": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
-    "verbosity": ("medium",),
-    "documents": ([],),
-    "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}
-
-COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL,
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
-
-EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "messages": (),
-    "embed_dtype": ("float32",),
-    "endianness": ("little", "native"),
-    "normalize": (True,),
-    "use_activation": (True,),
-    "truncation_side": ("left",),
-    "session_id": ("",),
-}
-
-TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}
 
 # Sampling fields with the same name and meaning in requests and in SamplingParams.
 _SAME = (
@@ -151,9 +68,10 @@ NAME_CHARS_MAX = 64
 UNIONS = {
     "stop": "must be a string or a list of strings",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
-    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "input": "must be a string or a list of what this route accepts: texts or token ids, or input items",
     "guided_json": "must be a JSON schema, an object or its text",
     "tool_choice": "must be a string or an object",
+    "system": "must be a string or a list of content blocks",
 }
 
 
@@ -191,6 +109,26 @@ def text_of(param: str, value: Any) -> str:
     return value
 
 
+@contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields in errors raised in this context: `names` maps a field to the one that the client
+    sent.
+
+    A field may be a path such as `tools[0].function`; the longest one that the error's field begins with
+    applies.
+    """
+    try:
+        yield
+    except LlaisysError as e:
+        given = e.param or ""
+        fields = [each for each in names if given == each or given.startswith((f"{each}.", f"{each}["))]
+        if not fields:
+            raise
+        field = max(fields, key=len)
+        name = names[field]
+        raise type(e)(str(e).replace(field, name, 1), param=name + given[len(field) :]) from e
+
+
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
     """Where a stream reports its usage: in a chunk before `[DONE]`, or in every chunk."""
@@ -219,12 +157,17 @@ class ResponseOptions:
     stream: bool = False
 
 
-def response_options(request: GenerationRequest, params: SamplingParams) -> ResponseOptions:
-    """Return the response options. Raises RejectedError for options that need or exclude a stream."""
+def response_options(
+    request: GenerationRequest, params: SamplingParams, forces_usage: bool
+) -> ResponseOptions:
+    """Return the response options. `forces_usage`: every stream reports its usage at the end.
+
+    Raises RejectedError for options that need or exclude a stream.
+    """
     if request.stream and request.prompt_logprobs is not None:
         raise RejectedError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
     return ResponseOptions(
-        usage=usage_options(request),
+        usage=usage_options(request, forces_usage),
         n=params.n,
         n_top=params.logprobs,
         token_ids=bool(request.return_token_ids),
@@ -266,47 +209,14 @@ def engine_options(
     }
 
 
-def usage_options(request: GenerationRequest) -> UsageOptions:
+def usage_options(request: GenerationRequest, forces_usage: bool) -> UsageOptions:
     """Return the usage options. Raises RejectedError for stream_options without stream."""
     options = request.stream_options
     if options is None:
-        return UsageOptions(False, False)
+        return UsageOptions(forces_usage and bool(request.stream), False)
     if not request.stream:
         raise RejectedError("stream_options needs stream=true", param="stream_options")
-    return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
-
-
-def ignored_fields(request: BaseModel, neutral: Mapping[str, tuple[Any, ...]], strict: bool) -> list[str]:
-    """Return the names of unknown fields, up to 64.
-
-    Raises UnsupportedError for an unsupported field whose value has an effect, and ApiError for an unknown
-    field if `strict`.
-    """
-    extra = dict(request.model_extra or {})
-    if isinstance(request, GenerationRequest) and request.stream_options is not None:
-        extra |= {f"stream_options.{k}": v for k, v in (request.stream_options.model_extra or {}).items()}
-    unknown = []
-    for name, value in extra.items():
-        if name in neutral:
-            if value is not None and value not in neutral[name]:
-                raise UnsupportedError(_unsupported_text(name, neutral[name]), param=name)
-        elif name not in NO_EFFECT:
-            unknown.append(name)
-    names = [_printable(name) for name in unknown[:IGNORED_NAMES_MAX]]
-    if names and strict:
-        raise ApiError(400, f"Unknown field: {names[0]}.", code="unknown_parameter", param=names[0])
-    return names
-
-
-def _unsupported_text(name: str, neutral: tuple[Any, ...]) -> str:
-    allowed = f"; leave it out or send {neutral[0]!r}" if neutral else "; leave it out"
-    return f"{name} is not supported by this server{allowed}"
-
-
-def _printable(name: str) -> str:
-    """Return a client's field name in a form that is safe in a header and a log line."""
-    safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64])
-    return safe or "?"
+    return UsageOptions(bool(options.include_usage) or forces_usage, bool(options.continuous_usage_stats))
 
 
 def prediction_text(prediction: Mapping[str, Any]) -> str:
@@ -335,7 +245,7 @@ def sampling_params(
 
     `max_tokens`: the default of the endpoint.
     """
-    values: dict[str, Any] = dict(defaults)
+    values: dict[str, Any] = {**defaults, "output_kind": RequestOutputKind.DELTA}
     values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     for i, stop in enumerate([request.stop] if isinstance(request.stop, str) else request.stop or ()):
@@ -345,7 +255,7 @@ def sampling_params(
     if request.n is not None and request.n > N_MAX:
         raise RejectedError(f"n is {request.n}, allowed are up to {N_MAX} choices", param="n")
     if request.logit_bias:
-        values["logit_bias"] = _logit_bias(request.logit_bias)
+        values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
     renamed = {}
     match request:
         case ChatCompletionRequest():
@@ -365,13 +275,8 @@ def sampling_params(
                     f"best_of is {request.best_of}: only {request.n or 1}, the value of n, is supported",
                     param="best_of",
                 )
-    try:
+    with field_names(renamed):
         return SamplingParams(**values)
-    except RejectedError as e:
-        wire = renamed.get(e.param or "")
-        if wire is None:
-            raise
-        raise RejectedError(str(e).replace(e.param or "", wire, 1), param=wire) from e
 
 
 def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
@@ -380,11 +285,13 @@ def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+def _token_id(key: str) -> int:
     try:
-        return {int(token): value for token, value in bias.items()}
+        return int(key)
     except ValueError:
-        raise RejectedError("logit_bias has a key that is not a token id", param="logit_bias") from None
+        raise RejectedError(
+            f"logit_bias has the key {key[:NAME_CHARS_MAX]!r}, which is not a token id", param="logit_bias"
+        ) from None
 
 
 class BodyRequest(Request):

@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -65,6 +67,41 @@ class MaxEntries:
         return _check_length(value, self.n)
 
 
+def _bias_object(value: Any) -> Any:
+    """Return the object for llama.cpp's list of [token id, bias]; other values stay."""
+    if not isinstance(value, list) or len(value) > LOGIT_BIAS_MAX:
+        return value
+    for pair in value:
+        if not isinstance(pair, list) or [type(each) for each in pair] not in ([int, int], [int, float]):
+            raise PydanticCustomError(
+                "logit_bias", "must be an object from token id to number, or a list of [token id, number]"
+            )
+    return {str(token): bias for token, bias in value}
+
+
+_PAIR = {
+    "type": "array",
+    "prefixItems": [{"type": "integer"}, {"type": "number"}],
+    "minItems": 2,
+    "maxItems": 2,
+}
+LogitBias = Annotated[
+    dict[str, float],
+    MaxEntries(LOGIT_BIAS_MAX),
+    BeforeValidator(_bias_object),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "additionalProperties": {"type": "number"},
+                    "maxProperties": LOGIT_BIAS_MAX,
+                },
+                {"type": "array", "items": _PAIR, "maxItems": LOGIT_BIAS_MAX},
+            ]
+        }
+    ),
+]
 Object = Annotated[dict[str, Any], MaxEntries(FIELDS_MAX)]
 Messages = Annotated[list[Object], MaxEntries(MESSAGES_MAX)]
 Tools = Annotated[list[Object], MaxEntries(TOOLS_MAX)]
@@ -122,7 +159,7 @@ class GenerationRequest(OpenRequest):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], MaxEntries(LOGIT_BIAS_MAX)] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(STOP_STRINGS_MAX)] | None = None
     stop_token_ids: Annotated[list[int], MaxEntries(STOP_IDS_MAX)] | None = None
@@ -186,11 +223,18 @@ class CompletionRequest(GenerationRequest):
 
 
 class EmbeddingRequest(OpenRequest):
-    """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
+    """POST /v1/embeddings: `input`, which is text, token ids or a list of either, or a chat's `messages`.
+
+    `add_generation_prompt`, `continue_final_message` and `chat_template_kwargs` apply to a chat only.
+    """
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]})
 
-    input: str | Annotated[list[Any], MaxEntries(VALUES_MAX)]
+    input: str | Annotated[list[Any], MaxEntries(VALUES_MAX)] | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Object | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None

@@ -25,6 +25,8 @@ LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 TEXTS = ("content", "reasoning", "reasoning_content")
 # Bytes of a choice without its lists and texts: names, brackets and reasons.
 CHOICE_BYTES = 256
+# Fields of vLLM's objects that this server never sets. Its clients expect them.
+VLLM_NULLS = {"service_tier": None, "kv_transfer_params": None}
 Part: TypeAlias = bytes | bytearray
 Json: TypeAlias = dict[str, Any]
 
@@ -183,10 +185,9 @@ class TextChoiceBuilder:
         out: list[Part] = [f'{{"index":{self.index},"text":"'.encode(), self._text.data, b'","logprobs":']
         out += _object(self._logprobs) if self._logprobs else [b"null"]
         out += [b",", to_json(self._end)[1:-1]]
-        if self._token_ids is not None:
-            out += [b',"token_ids":[', self._token_ids.data, b"]"]
+        out += list_field("token_ids", self._token_ids)
         for name, value in more.items():
-            out += [f',"{name}":'.encode(), *([b"null"] if value is None else [b"[", value.data, b"]"])]
+            out += list_field(name, value)
         return [*out, b"}"]
 
 
@@ -245,9 +246,12 @@ class ChatChoiceBuilder:
         out += [b'},"logprobs":']
         out += _object({"content": self._logprobs}) if has_logprobs else [b"null"]
         out += [b",", to_json(self._end)[1:-1]]
-        if self._token_ids is not None:
-            out += [b',"token_ids":[', self._token_ids.data, b"]"]
-        return [*out, b"}"]
+        return [*out, *list_field("token_ids", self._token_ids), b"}"]
+
+
+def list_field(name: str, value: JsonList | None) -> list[Part]:
+    """Return a further field of an object: a list, or null."""
+    return [f',"{name}":'.encode(), *([b"null"] if value is None else [b"[", value.data, b"]"])]
 
 
 def _object(lists: Mapping[str, JsonList]) -> list[Part]:

@@ -101,28 +101,30 @@ class ChatMessage(_Schema):
 
 
 class ChatChoice(_Schema):
-    """One choice. `token_ids` is present with `return_token_ids`."""
+    """One choice. `token_ids` is null without `return_token_ids`."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: StopReason
-    token_ids: list[int] = []
+    token_ids: list[int] | None
 
 
 class ChatCompletion(_Schema):
-    """A chat completion. The last two fields are present with `prompt_logprobs` and `return_token_ids`."""
+    """A chat completion. `prompt_logprobs` and `prompt_token_ids` are null unless requested."""
 
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: None
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageAnswer
-    prompt_logprobs: PromptLogprobs = None
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | None
+    service_tier: None
+    kv_transfer_params: None
 
 
 class CompletionLogprobsAnswer(_Schema):
@@ -142,9 +144,9 @@ class CompletionChoice(_Schema):
     logprobs: CompletionLogprobsAnswer | None
     finish_reason: Literal["stop", "length"]
     stop_reason: StopReason
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
-    prompt_logprobs: PromptLogprobs = None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(_Schema):
@@ -154,9 +156,11 @@ class Completion(_Schema):
     object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: None
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
+    service_tier: None
+    kv_transfer_params: None
 
 
 class EmbeddingUsage(_Schema):
@@ -184,7 +188,9 @@ class EmbeddingList(_Schema):
 
 
 class ModelCard(_Schema):
-    """A served model name. `root`: the first name of the same model."""
+    """A served model name. `root`: the first name of the same model. `default_sampling_params`: the
+    fields that the model sets for requests that omit them; other fields have vLLM's defaults.
+    """
 
     id: str
     object: Literal["model"]
@@ -193,14 +199,16 @@ class ModelCard(_Schema):
     root: str
     parent: None
     max_model_len: int
+    default_sampling_params: dict[str, int | float]
     permission: list[Any]
 
 
 class ModelList(_Schema):
-    """Every served name."""
+    """Every served name. `models`: empty, for Codex."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    models: list[Any]
 
 
 class Tokens(_Schema):
@@ -273,7 +281,7 @@ def one_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Return the schema of a 200: one object, or server-sent events with `stream`."""
     frame = {
         "type": "object",
-        "description": "each event: `data` is a chunk as JSON, and `[DONE]` in the last one",
+        "description": "each event: `data` is a chunk as JSON; completions end with `[DONE]`",
         "properties": {"data": {"type": "string"}},
         "required": ["data"],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from llaisys.server.http_errors import (
 from llaisys.server.metrics import Metrics
 from llaisys.server.middleware.auth import Keyring
 from llaisys.server.response_body import ResponseBytes
+from llaisys.server.responses.background import BackgroundRuns
+from llaisys.server.responses.store import ResponseStore
 from llaisys.server.tracing import RequestTracer
 from llaisys.server.webui.chat_store import ChatStore
 
@@ -112,8 +115,11 @@ class ServerState:
     - `keys`: the accepted keys, by default those of `config`.
     - `models`: None while loading; set once, when the preloaded models are loaded.
     - `chats`: the web UI's chats; None without `--chat-store`.
+    - `responses`: the stored responses; None without `--response-store`.
+    - `background`: the responses that are generated without a client.
     - `requests`: open and recently ended requests.
     - `draining`: set once, at the first signal; new requests then get 503.
+    - `pull`: the newest download of a model for a client, with its error; None before the first.
     - `tracer`: sends traces; None without `--otlp-traces-endpoint`.
     - `response_bytes`: counts the bytes of responses that are not streamed.
     - `created_s`: Unix time of the start, reported as the model's `created`.
@@ -124,15 +130,19 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
+    responses: ResponseStore | None = None
     requests: RequestRegistry = field(default_factory=RequestRegistry)
     tracer: RequestTracer | None = None
     draining: bool = False
+    pull: asyncio.Future[str | None] | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     response_bytes: ResponseBytes = field(init=False)
+    background: BackgroundRuns = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = self.keys or Keyring.of(self.config)
         config = self.config
+        self.background = BackgroundRuns(self.keys.n_clients)
         self.response_bytes = ResponseBytes(
             config.max_response_bytes, config.max_response_bytes_in_flight, self.keys.n_clients
         )

@@ -1,16 +1,15 @@
-"""Reads tools and structured outputs of a request, and builds the deltas of a choice in OpenAI's format."""
+"""Reads tools and structured outputs of a request, and parses the text of a choice."""
 
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
+from llaisys.output_parts import CompletionOutputParser, Content, OutputPart, ReasoningState, ToolCall
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.server.request_schemas import ChatCompletionRequest, GenerationRequest
 from llaisys.server.response_body import Json
@@ -22,7 +21,8 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# OpenAI allows 64 characters, Anthropic 128.
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _STRUCTURED = frozenset({"json", "regex", "choice", "grammar", "json_object"})
 
 
@@ -130,13 +130,14 @@ class ToolUse:
     """The tools of a request.
 
     - `shown`: the tools for the chat template; None without tools.
-    - `names`: functions whose calls are parsed from the output; empty: no calls are parsed.
+    - `schemas`: functions whose calls are parsed from the output, with the JSON schemas of their arguments.
+      Empty: no calls are parsed.
     - `grammar`: the grammar of the output, for tool calls or as requested.
     - `only_first`: drop all tool calls except the first (`parallel_tool_calls: false`).
     """
 
     shown: list[Json] | None
-    names: frozenset[str]
+    schemas: Mapping[str, Json]
     grammar: GrammarRequest | None
     only_first: bool
 
@@ -148,31 +149,25 @@ def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
     schemas = _schemas(body.tools or [])
     mode, wanted = _choice(body.tool_choice, schemas)
     if mode == "none":  # without tools in the prompt, a model calls none
-        return ToolUse(None, frozenset(), grammar_request, only_first)
+        return ToolUse(None, {}, grammar_request, only_first)
     if mode == "auto":
-        config = engine.config
-        if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+        if engine.output_formats.tool is None:
             raise UnsupportedError(
-                "tool_choice auto needs a server with --enable-auto-tool-choice and --tool-call-parser; "
-                "send none, required or the name of a function",
+                "the model's chat template shows no known format of tool calls, so tool_choice auto needs a "
+                "server with --tool-call-parser; send none, required or the name of a function",
                 param="tool_choice",
             )
-        return ToolUse(
-            body.tools,
-            frozenset(schemas) if grammar_request is None else frozenset(),
-            grammar_request,
-            only_first,
-        )
+        return ToolUse(body.tools, schemas if grammar_request is None else {}, grammar_request, only_first)
     if grammar_request is not None:
         raise RejectedError(
             f"tool_choice and {grammar_request.field} exclude each other", param="tool_choice"
         )
     try:
-        spec = engine.tool_grammar(wanted, parallel=mode == "required" and not only_first)
+        spec = engine.output_formats.tool_grammar(wanted, parallel=mode == "required" and not only_first)
     except RejectedError as e:
         raise with_param(e, "tools") from e
     grammar = GrammarRequest(spec, "tools")
-    return ToolUse(body.tools, frozenset(wanted), grammar, only_first)
+    return ToolUse(body.tools, wanted, grammar, only_first)
 
 
 def checked_tools(tools: list[Json] | None) -> list[Json] | None:
@@ -191,7 +186,7 @@ def _schemas(tools: list[Json]) -> dict[str, Json]:
         name = function.get("name")
         if not isinstance(name, str) or _FUNCTION_NAME.fullmatch(name) is None or name in schemas:
             raise RejectedError(
-                f"{where}.function.name must be unique, 1 to 64 letters, digits, _ or -",
+                f"{where}.function.name must be unique, 1 to 128 letters, digits, _ or -",
                 param=f"{where}.function.name",
             )
         schema = function.get("parameters")
@@ -233,43 +228,38 @@ def _choice(
     return "named", {name: schemas[name]}
 
 
-class ChoiceDeltas:
-    """Builds the deltas of one choice: its text, or the content, reasoning and tool calls parsed from it."""
+class ChoiceParser:
+    """Divides the text of one choice into content, reasoning and tool calls.
 
-    def __init__(self, parser: OutputParser | None, *, only_first: bool = False) -> None:
+    `parser`: None if the output has no such parts; all text is content then. `only_first`: drop all calls
+    except the first.
+    """
+
+    def __init__(self, parser: CompletionOutputParser | None, *, only_first: bool = False) -> None:
         self._parser = parser
         self._only_first = only_first
         self._n_calls = 0
 
-    def deltas(self, text: str, finish_reason: str | None) -> list[Json]:
-        """Return the `delta` of each chunk for the next piece of text. `finish_reason`: set for the last
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """Return whether the text after what was pushed is reasoning."""
+        return "over" if self._parser is None else self._parser.reasoning_state
+
+    def push(self, text: str, finish_reason: str | None) -> list[OutputPart]:
+        """Return the parts that are final after the next piece of text. `finish_reason`: set for the last
         piece."""
         if self._parser is None:
-            return [{"content": text}] if text else []
+            return [Content(text)] if text else []
         parts = self._parser.push(text)
         if finish_reason is not None:
             parts += self._parser.finish(cut=finish_reason == "length")
-        return [delta for part in parts for delta in self._of_part(part)]
+        return [part for part in parts if not isinstance(part, ToolCall) or self._is_kept()]
 
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason: `tool_calls` if a complete output has tool calls."""
         return "tool_calls" if self._n_calls and reason == "stop" else reason
 
-    def _of_part(self, part: OutputPart) -> list[Json]:
-        match part:
-            case Content(text):
-                return [{"content": text}]
-            case Reasoning(text):
-                return [{"reasoning": text, "reasoning_content": text}]
-        if self._only_first and self._n_calls:
-            return []
-        index = self._n_calls
+    def _is_kept(self) -> bool:
+        """Count a call; return whether it is part of the response."""
         self._n_calls += 1
-        begin = {
-            "index": index,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": part.name, "arguments": ""},
-        }
-        more = {"index": index, "function": {"arguments": part.arguments}}
-        return [{"tool_calls": [begin]}, {"tool_calls": [more]}]
+        return not (self._only_first and self._n_calls > 1)

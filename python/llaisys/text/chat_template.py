@@ -1,6 +1,6 @@
 """ChatTemplate: renders chat messages with a model's Jinja template, as transformers does.
 
-Templates come from the model or the operator, never from a request.
+Templates come from the model, the operator or a Python caller, never from an HTTP request.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ OUTPUT_CHARS_FREE = 64 << 10
 OUTPUT_CHARS_PER_INPUT = 4
 
 _WORD = re.compile(r"\w+")
+# A test for messages without content, as DeepSeek V3's template has for messages with tool calls.
+_NULL_CONTENT = re.compile(r"content['\"]?\]? is (?:not )?none")
 _ESCAPE = re.compile(r"\\(u[0-9a-f]{4}|.)")  # of JSON
 # Variables that a request may not set: the conversation, and a template.
 _NOT_VARIABLES = frozenset({"messages", "chat_template"})
@@ -59,8 +61,14 @@ class ChatTemplate:
         environment = _environment()
         self._templates = {name: _compile(environment, name, text) for name, text in source.texts.items()}
         self._words = frozenset(word for text in source.texts.values() for word in _WORD.findall(text))
+        self._knows_null = any(_NULL_CONTENT.search(text) for text in source.texts.values())
         self._knows_developer = any("developer" in text for text in source.texts.values())
         self.source = source
+
+    @property
+    def text(self) -> str:
+        """The texts of all templates."""
+        return "\n".join(self.source.texts.values())
 
     def render(
         self,
@@ -86,6 +94,8 @@ class ChatTemplate:
                 f"{min(reserved)} cannot be a template variable", param="chat_template_kwargs"
             )
         chat = check_messages(messages, keep_developer=self._knows_developer)
+        if not self._knows_null:  # most templates concatenate the content
+            chat = [{**message, "content": message["content"] or ""} for message in chat]
         if continue_final_message:
             chat = [*chat[:-1], {**chat[-1], "content": _text_to_continue(chat[-1]) + _CONTINUE_HERE}]
         variables = {
@@ -107,15 +117,43 @@ def load_chat_template(info: ModelInfo, override: Path | None) -> ChatTemplate |
     Sources, in order of precedence: `override` (a Jinja file), `chat_template.jinja`, `chat_template` in
     `tokenizer_config.json` (a string, or a list of named ones), `tokenizer.chat_template` of a GGUF.
     """
-    if info.tokenizer is not None:
-        special = _gguf_special(info.tokenizer)
-        texts = {} if info.tokenizer.chat_template is None else {"default": info.tokenizer.chat_template}
-    else:
-        special = special_strings(Path(info.path))
-        texts = {} if override is not None else _folder_texts(Path(info.path))
     if override is not None:
         texts = {"default": read_text(override, TEMPLATE_BYTES_MAX)}
-    return ChatTemplate(TemplateSource(texts, special)) if texts else None
+    elif info.tokenizer is not None:
+        texts = {} if info.tokenizer.chat_template is None else {"default": info.tokenizer.chat_template}
+    else:
+        texts = _folder_texts(Path(info.path))
+    return ChatTemplate(TemplateSource(texts, special_tokens(info))) if texts else None
+
+
+def read_chat_template(text: str, info: ModelInfo) -> ChatTemplate:
+    """Return a template that a caller gives as text, with the special tokens of the model.
+
+    Raises RejectedError for a text that is too long, has no Jinja block (such as a path) or does not parse.
+    """
+    if not isinstance(text, str):
+        raise RejectedError(
+            f"chat_template is a {type(text).__name__}, expected the text of a template",
+            param="chat_template",
+        )
+    if len(text) > TEMPLATE_BYTES_MAX:
+        raise RejectedError(
+            f"chat_template has {len(text)} characters, at most {TEMPLATE_BYTES_MAX} are read",
+            param="chat_template",
+        )
+    if "{" not in text:
+        raise RejectedError(
+            "chat_template has no Jinja block: pass the text of a template, not its path",
+            param="chat_template",
+        )
+    return ChatTemplate(TemplateSource({"default": text}, special_tokens(info)))
+
+
+def special_tokens(info: ModelInfo) -> dict[str, str]:
+    """Return the texts of a model's special tokens by name, such as `bos_token` -> `<s>`."""
+    if info.tokenizer is not None:
+        return _gguf_special(info.tokenizer)
+    return special_strings(Path(info.path))
 
 
 def _folder_texts(folder: Path) -> dict[str, str]:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
-from llaisys.text.tool_calls import partial_tag_len
-
-ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
+from llaisys.output_parts import (
+    Content,
+    OutputParser,
+    OutputPart,
+    Reasoning,
+    ReasoningFormat,
+    ReasoningState,
+)
+from llaisys.text.tool_calls.scanning import partial_tag_len
 
 _OPEN, _CLOSE = "<think>", "</think>"
+
+
+def marks_reasoning(template: str) -> bool:
+    """Return True if a chat template knows reasoning in `<think>` tags."""
+    return _CLOSE in template or _OPEN in template
+
+
+def reasoning_format_of(prompt_end: str) -> ReasoningFormat:
+    """Return the format of a completion by the end of its prompt, for templates that know reasoning.
+
+    A template may write `<think>` itself, always (DeepSeek R1) or as the request asks (Qwen 3.5, DeepSeek
+    V3.1).
+    """
+    return "deepseek_r1" if prompt_end.rstrip().endswith(_OPEN) else "qwen3"
 
 
 class ReasoningParser:
@@ -24,6 +43,13 @@ class ReasoningParser:
         self._text = ""  # not emitted yet
         self._has_begun = False  # reasoning text after the leading whitespace was seen
         self._state: Literal["begin", "inside", "after", "content"] = "begin"
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """See CompletionOutputParser."""
+        if self._state == "begin":
+            return "inside" if self._starts_inside else "undecided"
+        return "inside" if self._state == "inside" else "over"
 
     def push(self, text: str) -> list[OutputPart]:
         """See OutputParser."""
@@ -81,6 +107,11 @@ class CompletionParser:
         inside = reasoning == "deepseek_r1"
         self._reasoning = None if reasoning is None else ReasoningParser(starts_inside=inside)
         self._tools = tools
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """See CompletionOutputParser."""
+        return "over" if self._reasoning is None else self._reasoning.reasoning_state
 
     def push(self, text: str) -> list[OutputPart]:
         """See OutputParser."""

@@ -115,6 +115,20 @@ class Tokenizer:
         """Use the tokenizer once, so that no request waits for the state that its first use builds."""
         self.decode(self.encode("Hello, world", add_special_tokens=True), True)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of control tokens."""
+        return self._special
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a vocabulary entry; None if there is none."""
+        id: int | None = self._backend.token_to_id(token)
+        return id
+
+    def vocab(self) -> dict[str, int]:
+        """Return a copy of the vocabulary, entry -> id."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     def is_special(self, id: int) -> bool:
         """Return True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
         return id in self._special

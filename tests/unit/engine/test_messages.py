@@ -18,6 +18,8 @@ from llaisys.engine.messages import (
     Cancel,
     EngineEnded,
     FromEngine,
+    PrefixCacheReset,
+    ResetPrefixCache,
     Shutdown,
     Start,
     Started,
@@ -33,6 +35,7 @@ from llaisys.engine.messages import (
 )
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
 from llaisys.outputs import FinishReason
+from llaisys.sampling_params import RequestOutputKind
 from llaisys.session_info import SessionInfo
 from llaisys.stats import EngineStats, HistogramData
 from llaisys.timeline import Span, SpanKind, Timeline
@@ -82,7 +85,9 @@ SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [
         Submit(ask(allowed_token_ids=[3], bad_words=["a"], bad_word_ids=((1, 2), (3,)), prompt_logprobs=2)),
         Cancel("a"),
         SessionRequest(kind="fork", client_id="k", name="a", other="b", n_tokens=3, call_id=7),
+        Submit(ask(logprobs=-1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)),
         TimelineRequest(7, "a"),
+        ResetPrefixCache(7),
         Shutdown(),
     ],
 )
@@ -98,6 +103,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
         StepOutputs([OUTPUT, SCORED], STATS),
         SessionReply(7, [SessionInfo("a", 3, 2, 1, True)]),
         TimelineReply(7, {1: TIMELINE}),
+        PrefixCacheReset(7, True),
     ],
 )
 def test_messages_from_the_engine_survive_encoding(message: FromEngine) -> None:

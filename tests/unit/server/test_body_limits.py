@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from fakes.service import FakeService
@@ -16,6 +17,7 @@ from llaisys.errors import QueueFullError
 from llaisys.registry import ModelRegistry
 from llaisys.server.http_errors import ApiError
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from llaisys.server.middleware.rate_limits import QUEUEING
 from llaisys.server.protocol import INLINE_BYTES_MAX
 from llaisys.server.state import ServerState
 
@@ -110,7 +112,13 @@ async def test_body_bytes_are_shared_among_clients() -> None:
                 statuses.append(message["status"])
 
         headers = [(b"content-length", f"{declared}".encode())] if declared else []
-        scope: Scope = {"type": "http", "method": "POST", "headers": headers, "state": {"client_id": client}}
+        scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": headers,
+            "state": {"client_id": client},
+        }
         tasks.append(asyncio.ensure_future(gate(scope, receive, send)))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -151,6 +159,13 @@ async def unread() -> AsyncIterator[bytes]:
     yield b""
 
 
+def test_every_route_that_generates_is_queueing(routes: list[APIRoute]) -> None:
+    """Such a route declares 499, the status of a canceled generation."""
+    generating = {route.path for route in routes if 499 in route.responses and "POST" in route.methods}
+    assert generating <= QUEUEING
+    assert len(generating) >= 3
+
+
 async def test_with_a_full_queue_no_body_is_read(
     engine: FakeService, make_client: Callable[..., httpx.AsyncClient]
 ) -> None:
@@ -159,17 +174,17 @@ async def test_with_a_full_queue_no_body_is_read(
     state = ServerState(Config(max_body_bytes=100), models=ModelRegistry([engine, other]))  # type: ignore[list-item]  # as conftest's
     client = make_client(state)
     engine.full, other.full = QueueFullError("x", retry_after_s=1000), QueueFullError("x", retry_after_s=20)
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+    for path in sorted(QUEUEING):
         rejected = await client.post(path, content=unread())
-        error = rejected.json()["error"]
-        assert (rejected.status_code, error["code"]) == (429, "server_overloaded")
+        assert rejected.status_code == 429
+        assert rejected.json()["error"], "in the format of the path's protocol"
         assert 16 <= int(rejected.headers["retry-after"]) <= 24, "the soonest time, within 20 % jitter"
     too_large = await client.post("/v1/completions", content=b"x" * 101)
     assert too_large.status_code == 413
     assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
     assert (await client.get("/v1/models")).status_code == 200
     counted = (await client.get("/metrics")).text
-    assert 'llaisys:rejected_total{reason="server_overloaded"} 3.0' in counted
+    assert f'llaisys:rejected_total{{reason="server_overloaded"}} {len(QUEUEING)}.0' in counted
     other.full = None
     assert (await client.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 200
     engine.full, other.full = None, engine.full

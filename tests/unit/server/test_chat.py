@@ -42,8 +42,11 @@ async def test_an_unstreamed_chat_has_the_openai_fields(
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "token_ids": None,
         }
     ]
+    nulls = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
+    assert [body[name] for name in nulls] == [None] * 4
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 3,

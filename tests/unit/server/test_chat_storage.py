@@ -15,8 +15,8 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError, StorageBusyError
+from llaisys.server import sqlite_file
 from llaisys.server.state import ServerState
-from llaisys.server.webui import chat_store
 from llaisys.server.webui.chat_store import MIGRATIONS, Change, ChatStore, Conflict
 
 BYTES_MAX = 2**20
@@ -56,8 +56,8 @@ async def test_a_full_disk_is_a_507_without_side_effects(
 ) -> None:
     """The page limit of SQLite fails like a full disk."""
     assert (await put(chats)).status_code == 200
-    n_pages = store._writer.run_blocking(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
-    store._writer.run_blocking(lambda db: db.execute(f"PRAGMA max_page_count = {n_pages}").fetchall())
+    n_pages = store._file.writer.run_blocking(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+    store._file.writer.run_blocking(lambda db: db.execute(f"PRAGMA max_page_count = {n_pages}").fetchall())
     for rejected in (
         await put(chats, 1, "x" * 100_000),
         await chats.put("/v1/chats/two", json={"base": 0, "chat": {"text": "x" * 100_000}}),
@@ -68,7 +68,7 @@ async def test_a_full_disk_is_a_507_without_side_effects(
     assert caplog.messages.count(f"the chat store {path}: database or disk is full") == 2
     assert await store.changes("", 0) == [Change("one", 1, False)]
     assert (await chats.get("/v1/chats/one")).json()["chat"] == {"text": "x"}
-    store._writer.run_blocking(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchall())
+    store._file.writer.run_blocking(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchall())
     assert (await put(chats, 1, "x" * 100_000)).json() == {"id": "one", "revision": 2}
 
 
@@ -88,12 +88,12 @@ async def test_a_lock_of_another_process_is_a_503_for_writers_only(
     chats: httpx.AsyncClient, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(chats)
-    monkeypatch.setattr(chat_store, "WAIT_S", 0.05)
+    monkeypatch.setattr(sqlite_file, "WAIT_S", 0.05)
     with locked(path):
         for rejected in await asyncio.gather(*(put(chats, 1) for _ in range(5))):
             assert (rejected.status_code, rejected.json()["error"]["code"]) == (503, "storage_busy")
             assert int(rejected.headers["retry-after"]) >= 1
-        monkeypatch.setattr(chat_store, "WAIT_S", 600.0)
+        monkeypatch.setattr(sqlite_file, "WAIT_S", 600.0)
         waiting = asyncio.ensure_future(put(chats, 1))
         assert (await chats.get("/v1/chats/one")).status_code == 200
         assert (await chats.get("/v1/chats")).status_code == 200
@@ -102,8 +102,8 @@ async def test_a_lock_of_another_process_is_a_503_for_writers_only(
 
 
 async def test_waiting_calls_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_store, "CALLS_MAX", 3)
-    monkeypatch.setattr(chat_store, "WAIT_S", 600.0)
+    monkeypatch.setattr(sqlite_file, "CALLS_MAX", 3)
+    monkeypatch.setattr(sqlite_file, "WAIT_S", 600.0)
     with closing(ChatStore(path, BYTES_MAX)) as store:
         with locked(path):
             waiting = [asyncio.ensure_future(store.put("", f"c{i}", 0, {})) for i in range(3)]
@@ -173,6 +173,6 @@ def test_an_unusable_chat_store_is_rejected_at_start(tmp_path: Path, path: Path)
         assert caught.value.param == "chat_store"
     ChatStore(path, BYTES_MAX).close()
     with locked(path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_store, "WAIT_S", 0.05)
+        patch.setattr(sqlite_file, "WAIT_S", 0.05)
         with pytest.raises(RejectedError, match="database is locked"):
             ChatStore(path, BYTES_MAX)

@@ -4,67 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
+from asgi_client import AsgiClient, StalledClient
 from fakes.service import FakeService, Piece
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
 from waiting import until
-
-
-class AsgiClient:
-    """One raw ASGI exchange whose client can disconnect at any moment."""
-
-    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any]) -> None:
-        self._app = app
-        self._scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json")],
-            "client": ("127.0.0.1", 5),
-            "server": ("127.0.0.1", 8000),
-        }
-        self._body: Message | None = {
-            "type": "http.request",
-            "body": json.dumps(body).encode(),
-            "more_body": False,
-        }
-        self._gone = asyncio.Event()
-        self.sent: list[Message] = []
-        self.news = asyncio.Event()
-
-    async def receive(self) -> Message:
-        if self._body is not None:
-            message, self._body = self._body, None
-            return message
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        self.sent.append(message)
-        self.news.set()
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._gone.set()  # as uvicorn does: after the whole response, `receive` returns "disconnect"
-            await asyncio.sleep(0)
-
-    def open(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self._app(self._scope, self.receive, self.send))  # type: ignore[arg-type]
-
-    def disconnect(self) -> None:
-        self._gone.set()
-
-    def raw(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent)
 
 
 @pytest.fixture
@@ -75,6 +28,8 @@ def connect(app: ASGIApp) -> Callable[[str, dict[str, Any]], AsgiClient]:
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8},
+    "/v1/responses": {"input": "Hi"},
 }
 
 
@@ -114,15 +69,7 @@ async def test_disconnect_during_the_response(
     await work
     assert all(call.ended for call in engine.calls)
     assert b"[DONE]" not in client.raw()
-
-
-class StalledClient(AsgiClient):
-    """A client that never reads the response body."""
-
-    async def send(self, message: Message) -> None:
-        await super().send(message)
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
+    assert b"response.completed" not in client.raw()
 
 
 async def test_a_stalled_stream_has_an_end_reason_and_is_counted(
@@ -184,7 +131,7 @@ async def test_no_task_is_left_after_disconnects(
         for path, body in BODIES.items():
             client = connect(path, {**body, "stream": stream})
             works.append(client.open())
-            await until(lambda: len({c.request_id.split("-")[1] for c in engine.calls}) == len(works))
+            await until(lambda: len({re.split("[-_]", c.request_id)[1] for c in engine.calls}) == len(works))
             client.disconnect()
     await asyncio.gather(*works)
     await until(lambda: asyncio.all_tasks() == before)
@@ -210,7 +157,7 @@ async def test_a_shutdown_ends_a_stream_with_an_error_and_a_terminator(
 async def test_an_internal_error_is_a_500_with_the_request_id(
     state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llaisys.server.routes.chat.served_name", lambda *_: 1 / 0)
+    monkeypatch.setattr("llaisys.server.chat.served_name", lambda *_: 1 / 0)
     client = AsgiClient(create_app(state, 8000), "/v1/chat/completions", BODIES["/v1/chat/completions"])
     await client.open()
     assert client.sent[0]["status"] == 500

@@ -15,7 +15,7 @@ from openai.types import embedding_create_params
 from fakes.service import Call, FakeService
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
-from llaisys.server.protocol import EMBEDDING_NEUTRAL, NO_EFFECT
+from llaisys.server.fields import EMBEDDING_NEUTRAL, NO_EFFECT
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.routes.embeddings import CONCURRENT_INPUTS_MAX, INPUTS_MAX
 
@@ -87,12 +87,16 @@ SERVED: Mapping[str, tuple[Any, Callable[[Call], Any], Any]] = {
 }
 
 
+# `test_messages_are_rendered_by_the_chat_template` uses them.
+OF_CHATS = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+
+
 def test_every_known_field_is_in_one_table() -> None:
     known = set(embedding_create_params.EmbeddingCreateParams.__annotations__) | VLLM
     served = set(EmbeddingRequest.model_fields)
     assert known <= served | set(EMBEDDING_NEUTRAL) | NO_EFFECT
     assert not served & set(EMBEDDING_NEUTRAL)
-    assert set(SERVED) == served
+    assert set(SERVED) | OF_CHATS == served
 
 
 @pytest.mark.parametrize("field", SERVED)
@@ -127,6 +131,9 @@ async def test_an_unsupported_field_is_rejected(client: httpx.AsyncClient, field
         ({"input": [[1]] * (INPUTS_MAX + 1)}, "input"),
         ({"input": {"text": "Hi"}}, "input"),
         ({}, "input"),
+        ({"input": "Hi", "messages": [{"role": "user", "content": "Hi"}]}, "input"),
+        ({"messages": [], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"input": [[1, 2], "x"]}, "input"),
         ({"input": "Hi", "dimensions": D_MODEL + 1}, "dimensions"),
         ({"input": "Hi", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "Hi", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -166,3 +173,24 @@ async def test_unknown_fields_and_models(client: httpx.AsyncClient) -> None:
     response = await client.post(URL, json={"input": "Hi", "color": 1})
     assert response.headers["x-llaisys-ignored-fields"] == "color"
     assert (await client.post(URL, json={"input": "Hi", "model": "other"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("given", "add", "continues"),
+    [
+        ({}, False, False),
+        ({"add_generation_prompt": True}, True, False),
+        ({"continue_final_message": True}, False, True),
+    ],
+)
+async def test_messages_are_rendered_by_the_chat_template(
+    client: httpx.AsyncClient, engine: FakeService, given: dict[str, Any], add: bool, continues: bool
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"messages": messages, "chat_template_kwargs": {"style": "plain"}, **given}
+    response = await client.post(URL, json=body)
+    assert [each["embedding"] for each in response.json()["data"]] == [[1, 2, 3]]
+    ((rendered, options),) = engine.chats
+    assert rendered == messages
+    assert (options["add_generation_prompt"], options["continue_final_message"]) == (add, continues)
+    assert options["template_kwargs"] == {"style": "plain"}

@@ -19,7 +19,8 @@ from openai.types.chat import completion_create_params as openai_chat
 from fakes.service import Call, FakeService, Piece
 from llaisys.errors import RejectedError
 from llaisys.sampling_params import StructuredOutputsParams as Spec
-from llaisys.server.protocol import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT, engine_options
+from llaisys.server.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT
+from llaisys.server.protocol import engine_options
 from llaisys.server.request_schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 from sse import chunks
 
@@ -377,7 +378,7 @@ async def test_an_echoed_prompt_has_logprobs(engine: FakeService, client: httpx.
         "text_offset": [0, 1, 1 + len(i), 2 + len(i)],
     }
     assert whole["choices"][1]["logprobs"]["tokens"] == ["H", i, "x", "y"]
-    assert "prompt_logprobs" not in whole["choices"][0]
+    assert whole["choices"][0]["prompt_logprobs"] is None
     parts = chunks((await client.post(COMPLETIONS, json={**body, "stream": True})).content)
     streamed: dict[int, list[str]] = {0: [], 1: []}
     for part in parts:

@@ -17,6 +17,7 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
+from llaisys.server.http_errors import ANTHROPIC_PATH, OLLAMA_PATH
 from llaisys.server.middleware.auth import Keyring
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import HostRule, check_exposure, is_loopback
@@ -65,9 +66,19 @@ def is_open(method: str, path: str) -> bool:
     return path in OPEN and method in ("GET", "HEAD")
 
 
+def has_error(response: httpx.Response, code: str) -> bool:
+    """Return True for an error with this code, or one of a protocol whose errors have no code."""
+    path, error = response.request.url.path, response.json()["error"]
+    if path.startswith(OLLAMA_PATH):
+        return bool(error) and isinstance(error, str)
+    if path.startswith(ANTHROPIC_PATH):
+        return bool(response.json()["type"] == "error" and error["type"] and error["message"])
+    return bool(error["code"] == code)
+
+
 def check_rejected(response: httpx.Response, status: int, code: str) -> None:
     assert response.status_code == status, response.request.url
-    assert response.request.method == "HEAD" or response.json()["error"]["code"] == code
+    assert response.request.method == "HEAD" or has_error(response, code)
     assert "secret" not in response.text
     assert "access-control-allow-origin" not in response.headers
 
@@ -85,7 +96,7 @@ async def test_every_path_except_probes_and_the_web_ui_needs_a_key(
     locked: httpx.AsyncClient, requests: list[tuple[str, str]]
 ) -> None:
     for method, path in requests:
-        for headers in ({}, {"authorization": "Bearer wrong"}):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
             response = await locked.request(method, path, headers=headers)
             if is_open(method, path):
                 assert response.status_code == 200
@@ -94,7 +105,8 @@ async def test_every_path_except_probes_and_the_web_ui_needs_a_key(
                 assert response.headers["www-authenticate"] == "Bearer"
         if not is_open(method, path):
             check_rejected(await locked.request(method, f"{path}?api_key=secret-1"), 401, "invalid_api_key")
-        assert (await locked.request(method, path, headers={"authorization": GOOD})).status_code != 401
+        for headers in ({"authorization": GOOD}, {"x-api-key": "secret-1"}):
+            assert (await locked.request(method, path, headers=headers)).status_code != 401
 
 
 async def test_every_path_except_probes_needs_a_host_of_the_server(
@@ -150,10 +162,34 @@ async def test_only_one_bearer_header_with_a_valid_key_is_accepted(
     assert response.status_code == (200 if ok else 401)
 
 
-@pytest.mark.parametrize("name", ["x-api-key", "cookie"])
+@pytest.mark.parametrize("name", ["api-key", "cookie"])
 async def test_a_key_in_another_header_is_ignored(locked: httpx.AsyncClient, name: str) -> None:
     for value in ("secret-1", GOOD, f"authorization={GOOD}"):
         assert (await locked.get("/v1/models", headers={name: value})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "ok"),
+    [
+        ([("x-api-key", "secret-1")], True),
+        ([("X-Api-Key", "secret-1")], True),
+        ([("x-api-key", "schlüssel")], True),
+        ([("x-api-key", GOOD)], False),
+        ([("x-api-key", "")], False),
+        ([("x-api-key", "secret-1"), ("authorization", GOOD)], True),
+        ([("x-api-key", "schlüssel"), ("authorization", GOOD)], False),
+        ([("x-api-key", "wrong"), ("authorization", GOOD)], False),
+        ([("x-api-key", ""), ("authorization", GOOD)], False),
+        ([("x-api-key", "secret-1"), ("authorization", "Bearer wrong")], False),
+        ([("x-api-key", "secret-1"), ("authorization", "Basic secret-1")], False),
+        ([("x-api-key", "secret-1"), ("x-api-key", "secret-1")], False),
+    ],
+)
+async def test_a_request_has_one_key_in_one_or_both_headers(
+    locked: httpx.AsyncClient, headers: list[tuple[str, str]], ok: bool
+) -> None:
+    sent = [(name.encode(), value.encode()) for name, value in headers]
+    assert (await locked.get("/v1/models", headers=sent)).status_code == (200 if ok else 401)
 
 
 @pytest.mark.parametrize("second", ["Bearer secret-1", "Bearer schlüssel", "Bearer wrong"])

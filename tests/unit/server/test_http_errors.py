@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from llaisys import errors
-from llaisys.server.http_errors import TABLE, ApiError, to_api_error, to_json
+from llaisys.server.http_errors import TABLE, ApiError, error_response, to_api_error, to_json
 
 
 def tree() -> set[type[errors.LlaisysError]]:
@@ -91,3 +91,37 @@ def test_retry_after_is_bounded_and_jittered() -> None:
     spread = retry_after_values(20)
     assert len(spread) > 1
     assert 16 <= min(spread) <= max(spread) <= 24
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("/v1/chat/completions", 503, {"message": "busy", "type": "t", "param": None, "code": "c"}),
+        ("/v1/messages", 529, {"type": "overloaded_error", "message": "busy"}),
+        ("/api/chat", 503, "busy"),
+    ],
+)
+def test_an_error_has_the_format_of_the_protocol(path: str, status: int, body: object) -> None:
+    error = ApiError(503, "busy", code="c", kind="t").with_headers({"retry-after": "1"})
+    given, headers, raw = error_response(error, path)
+    assert given == status
+    assert headers == {"content-type": "application/json", "retry-after": "1"}
+    assert json.loads(raw)["error"] == body
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (408, "timeout_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+    ],
+)
+def test_every_status_has_a_type_of_anthropics(status: int, kind: str) -> None:
+    given, _, raw = error_response(ApiError(status, "m", code="c"), "/v1/messages/count_tokens")
+    assert given == status
+    assert json.loads(raw) == {"type": "error", "error": {"type": kind, "message": "m"}}

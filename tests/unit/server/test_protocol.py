@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,8 +12,9 @@ import pytest
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
-from llaisys.server.protocol import NO_EFFECT
+from llaisys.server.fields import NO_EFFECT
 from llaisys.server.state import ServerState
+from sse import chunks
 
 CHAT = "/v1/chat/completions"
 
@@ -38,6 +40,11 @@ async def test_request_values_override_model_defaults_override_defaults(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": [[5, False]]}, "logit_bias"),
+        ({"logit_bias": [[5, 1], ["Hi", 1]]}, "logit_bias"),
+        ({"logit_bias": [[5, 1, 2]]}, "logit_bias"),
+        ({"logit_bias": [[5, 1]] * 301}, "logit_bias"),
+        ({"logit_bias": 5}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
         ({"stop": 5}, "stop"),
@@ -157,3 +164,70 @@ async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient, chat_bod
         "param": "model",
         "code": "model_not_found",
     }
+
+
+async def test_a_key_that_is_no_token_id_is_named(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    response = await client.post(CHAT, json={**chat_body, "logit_bias": {"bad1": 1}})
+    assert "logit_bias has the key 'bad1'" in response.json()["error"]["message"]
+
+
+async def test_logit_bias_has_two_forms(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
+) -> None:
+    for bias in ({"5": 1.5, "7": -2}, [[5, 1.5], [7, -2]]):
+        assert (await client.post(CHAT, json={**chat_body, "logit_bias": bias})).status_code == 200
+    assert [call.params.logit_bias for call in engine.calls] == [{5: 1.5, 7: -2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/completions", {"prompt": "Hi"}),
+        ("/embeddings", {"input": "Hi"}),
+    ],
+)
+async def test_routes_are_also_served_without_v1(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    short, full = [await client.post(each, json=body) for each in (path, f"/v1{path}")]
+    assert short.status_code == 200
+    assert short.json().keys() == full.json().keys()
+    assert short.json().get("choices") == full.json().get("choices")
+
+
+async def test_the_models_are_also_listed_without_v1(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/models")).json() == (await client.get("/v1/models")).json()
+
+
+async def test_the_fingerprint_is_the_engines(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], engine: FakeService
+) -> None:
+    for path, body in ((CHAT, chat_body), ("/v1/completions", {"prompt": "Hi"})):
+        assert (await client.post(path, json=body)).json()["system_fingerprint"] == engine.system_fingerprint
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+@pytest.mark.parametrize("is_forced", [False, True])
+async def test_the_usage_of_streams_can_be_forced(
+    engine: FakeService,
+    make_client: Callable[..., httpx.AsyncClient],
+    chat_body: dict[str, Any],
+    options: dict[str, Any],
+    is_forced: bool,
+) -> None:
+    config = Config(enable_force_include_usage=is_forced)
+    state = ServerState(config, models=ModelRegistry([engine]))  # type: ignore[list-item]  # as in conftest
+    async with make_client(state) as client:
+        streamed = await client.post(CHAT, json={**chat_body, "stream": True, **options})
+        whole = await client.post(CHAT, json=chat_body)
+    assert bool(chunks(streamed.content)[-1].get("usage")) is is_forced
+    assert whole.json()["usage"]["completion_tokens"] == 3
+
+
+async def test_a_list_of_prompts_is_of_one_kind(client: httpx.AsyncClient, engine: FakeService) -> None:
+    response = await client.post("/v1/completions", json={"prompt": [[1, 2], "x"]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert not engine.calls

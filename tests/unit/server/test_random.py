@@ -18,16 +18,22 @@ from llaisys.config import Config
 from llaisys.registry import ModelRegistry
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
+from llaisys.server.http_errors import ANTHROPIC_PATH
+from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
+from llaisys.server.responses.schemas import ResponsesRequest
 from llaisys.server.state import ServerState
-from llaisys.server.streaming import SseWriter
+from llaisys.server.stream_writer import DATA_EVENTS, StreamWriter
 from sse import events
 
 MODELS = {
     "/v1/chat/completions": models.ChatCompletionRequest,
     "/v1/completions": models.CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": models.EmbeddingRequest,
     "/tokenize": models.TokenizeRequest,
     "/detokenize": models.DetokenizeRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 SCALARS = (
     st.none()
@@ -39,7 +45,9 @@ SCALARS = (
         ["", "tiny", "function", "user", "json_schema", "\ud800", 0, 1, -1, 2**31, 2**63, 1e308]
     )
 )
-NAMES = st.sampled_from(["type", "role", "content", "function", "name", "json_schema", "schema", "json", ""])
+NAMES = st.sampled_from(
+    ["type", "role", "content", "function", "name", "json_schema", "schema", "json", "text", "input", ""]
+)
 VALUES = st.recursive(
     SCALARS, lambda each: st.lists(each, max_size=3) | st.dictionaries(NAMES, each, max_size=3), max_leaves=6
 )
@@ -57,6 +65,8 @@ def bodies(path: str) -> st.SearchStrategy[Any]:
     served = MODELS[path].model_fields
     good = {name: value for name, value in base.items() if name in served}
     good = {name: good[name] for name in list(good)[:1]}
+    if MODELS[path] is MessagesRequest:
+        good["max_tokens"] = 8
     random = st.dictionaries(st.sampled_from(sorted(served)), VALUES, max_size=4)
     return random | random.map(lambda drawn: {**drawn, **good}) | VALUES
 
@@ -72,7 +82,9 @@ async def test_no_body_causes_a_server_error(path: str, data: st.DataObject) -> 
         response = await http.post(path, content=json.dumps(body), headers=headers)
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
-        assert response.json()["error"]["code"]
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["type" if path.startswith(ANTHROPIC_PATH) else "code"]
 
 
 @settings(derandomize=True)
@@ -90,7 +102,7 @@ async def test_a_stream_parses_alike_however_it_is_split(texts: list[str], cuts:
 
     chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": text}]} for text in texts]
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": len(texts)}}
-    writer = SseWriter(send, {}, [], lambda: None, 30.0)
+    writer = StreamWriter(send, DATA_EVENTS, {}, [], lambda: None, 30.0)
     for chunk in chunks:
         await writer.frames([chunk])
     await writer.finish([usage])

@@ -6,9 +6,10 @@ import asyncio
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from llaisys.server.middleware.rate_limits import RateLimitMiddleware
+from llaisys.server.middleware.rate_limits import QUEUEING, RateLimitMiddleware
 
 
 class RateLimitedApp:
@@ -115,3 +116,11 @@ async def test_puts_and_deletes_count(method: str) -> None:
 
 async def test_without_a_rate_limit_there_are_no_rate_headers(two_at_once: RateLimitedApp) -> None:
     assert not any(name.startswith("x-ratelimit") for name in (await two_at_once.post()).headers)
+
+
+def test_every_route_that_queues_is_refused_while_the_queue_is_full(routes: list[APIRoute]) -> None:
+    """A request with a priority enters the queue of a model."""
+    bodies = {route.path: route.body_field.field_info.annotation for route in routes if route.body_field}
+    queueing = {path for path, body in bodies.items() if "priority" in getattr(body, "model_fields", {})}
+    assert len(queueing) >= 4
+    assert queueing <= QUEUEING

@@ -22,7 +22,7 @@ from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.http_errors import ApiError
 from llaisys.server.state import N_ENDED_MAX, RequestEntry, RequestRegistry, ServerState
-from llaisys.server.streaming import SseWriter
+from llaisys.server.stream_writer import StreamWriter
 from sse import events
 from waiting import until
 
@@ -92,13 +92,13 @@ def services(state: ServerState) -> Sequence[AsyncLLM]:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Return an event that is set when a stream has written frames."""
-    event, frames = asyncio.Event(), SseWriter.frames
+    event, frames = asyncio.Event(), StreamWriter.frames
 
-    async def recorded(writer: SseWriter, values: Sequence[Any]) -> None:
+    async def recorded(writer: StreamWriter, values: Sequence[Any]) -> None:
         await frames(writer, values)
         event.set()
 
-    monkeypatch.setattr(SseWriter, "frames", recorded)
+    monkeypatch.setattr(StreamWriter, "frames", recorded)
     return event
 
 

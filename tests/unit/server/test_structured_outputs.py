@@ -14,6 +14,7 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.sampling_params import StructuredOutputsParams as Spec
 from llaisys.server.response_body import ChatChoiceBuilder
+from llaisys.text.chat_template import ChatTemplate, TemplateSource
 from sse import chunks
 
 CHAT = "/v1/chat/completions"
@@ -354,3 +355,29 @@ async def test_reasoning_is_returned_under_both_names(
     assert joined == want
     tokens = [e["token"] for c in stream if c["logprobs"] for e in c["logprobs"]["content"]]
     assert tokens == [e["token"] for e in whole["logprobs"]["content"]] == list("Hm. </think>\nYes")
+
+
+HERMES_TEMPLATE = '{% if tools %}<tool_call>{"name": <name>, "arguments": <args>}</tool_call>{% endif %}'
+
+
+async def test_auto_needs_no_settings_if_the_template_shows_a_format(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
+) -> None:
+    body = {**chat_body, "tools": [ADD]}
+    refused = (await client.post(CHAT, json=body)).json()["error"]
+    assert (refused["param"], refused["code"]) == ("tool_choice", "unsupported_value")
+    assert "--tool-call-parser" in refused["message"]
+    engine.template = ChatTemplate(TemplateSource({"default": HERMES_TEMPLATE}, {}))
+    engine.script = [Piece([CALL], "stop")]
+    (choice,) = (await client.post(CHAT, json=body)).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+async def test_reasoning_is_separate_if_the_template_knows_it(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
+) -> None:
+    engine.template = ChatTemplate(TemplateSource({"default": "{{ '<think>' }}"}, {}))
+    engine.script = [Piece(["<think>hm</think>Yes"], "stop")]
+    (choice,) = (await client.post(CHAT, json=chat_body)).json()["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", "Yes")

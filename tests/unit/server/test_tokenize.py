@@ -10,7 +10,7 @@ import pytest
 
 from fakes.core import VOCAB_SIZE
 from fakes.service import FakeService
-from llaisys.server.protocol import TOKENS_NEUTRAL
+from llaisys.server.fields import TOKENS_NEUTRAL
 
 JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -197,6 +197,19 @@ def test_arguments_of_tool_calls_become_objects() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("{{ 'A' + messages[0].content }}", "A"),
+        ("{{ 'null' if messages[0].content is none else 'text' }}", "null"),
+        ("{{ 'null' if messages[0]['content'] is not none else 'text' }}", "text"),
+    ],
+)
+def test_missing_content_is_empty_unless_the_template_asks_for_it(text: str, want: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    assert template(text).render([{"role": "assistant", "content": None, "tool_calls": calls}]) == want
+
+
 def test_the_developer_role_becomes_system_if_the_template_lacks_it() -> None:
     message = [{"role": "developer", "content": "x"}]
     assert template("{{ messages[0].role }}").render(message) == "system"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import text as fake_text
-from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
+from llaisys.engine.grammar import GrammarCompiler
 from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning, ToolCall
-from llaisys.sampling_params import StructuredOutputsParams
 from llaisys.text.reasoning import CompletionParser
 from llaisys.text.tool_calls import CALLS_MAX, ToolFormat, tool_grammar, tool_parser
+from parsing import byte_grammars, divided, parsed, takes
 
-NAMES = ("weather", "add")
+NAMES: dict[str, dict[str, object]] = {"weather": {}, "add": {}}
 WEATHER = ToolCall("weather", '{"city": "Genf é😀"}')
 ADD = ToolCall("add", '{"a": 1, "b": [2]}')
 C, R = Content, Reasoning
@@ -147,25 +145,6 @@ def parsers() -> Iterable[tuple[str, Callable[[], OutputParser], str, list[Outpu
 CASES = list(parsers())
 
 
-def parsed(parser: OutputParser, pieces: Iterable[str], cut: bool = False) -> list[OutputPart]:
-    """Return all parts, with adjacent parts of one kind merged."""
-    joined: list[OutputPart] = []
-    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish(cut=cut):
-        assert not isinstance(part, Content | Reasoning) or part.text, "an empty part"
-        last = joined[-1] if joined else None
-        if isinstance(part, Content | Reasoning) and type(last) is type(part):
-            joined[-1] = type(part)(last.text + part.text)  # type: ignore[union-attr]
-        else:
-            joined.append(part)
-    return joined
-
-
-def cut(text: str, positions: Iterable[int]) -> list[str]:
-    """Split the text into pieces, some of them empty."""
-    edges = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
-    return [text[a:b] for a, b in pairwise(edges)]
-
-
 @pytest.mark.parametrize(("name", "make", "text", "parts"), CASES)
 def test_parts_of_each_text(
     name: str, make: Callable[[], OutputParser], text: str, parts: list[OutputPart]
@@ -199,7 +178,7 @@ def test_every_chunking_gives_the_same_parts(
     case: tuple[str, Callable[[], OutputParser], str, list[OutputPart]], positions: list[int]
 ) -> None:
     _, make, text, parts = case
-    assert parsed(make(), cut(text, positions)) == parts
+    assert parsed(make(), divided(text, positions)) == parts
 
 
 PIECES = ("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"', "\\", ";", " ", "\n", "a", "<")
@@ -214,7 +193,7 @@ CALL = '{"name": "add", "arguments": {"a": 1}, "parameters": {}}'
 )
 def test_every_chunking_of_any_text_gives_the_same_parts(text: str, positions: list[int], name: str) -> None:
     make = next(make for case, make, _, _ in CASES if case == name)
-    assert parsed(make(), cut(text, positions)) == parsed(make(), [text])
+    assert parsed(make(), divided(text, positions)) == parsed(make(), [text])
 
 
 @settings(max_examples=100)
@@ -238,14 +217,7 @@ SCHEMAS = {
 
 @pytest.fixture(scope="module")
 def grammars() -> GrammarCompiler:
-    return GrammarCompiler(GrammarTokenizer(fake_text.tokenizer().to_json(), (256,), 300))
-
-
-def takes(grammars: GrammarCompiler, grammar: str, text: str) -> bool:
-    """Return True if the grammar accepts the text."""
-    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
-    n_taken = matcher.try_consume_tokens(fake_text.tokenizer().encode(text, False))
-    return n_taken == len(text.encode()) and matcher.is_accepting()
+    return byte_grammars()
 
 
 def written(format: str, call: ToolCall) -> str:
@@ -266,7 +238,7 @@ def test_the_parser_accepts_what_the_grammar_produces(grammars: GrammarCompiler,
     text = between.join(written(format, call) for call in calls)
     assert takes(grammars, several, text)
     assert not takes(grammars, one, text)
-    assert parsed(tool_parser(format, list(SCHEMAS)), [text]) == calls  # type: ignore[arg-type]
+    assert parsed(tool_parser(format, SCHEMAS), [text]) == calls  # type: ignore[arg-type]
     n_many = between.join([written(format, calls[2])] * (CALLS_MAX + 1))
     assert not takes(grammars, several, n_many)
 

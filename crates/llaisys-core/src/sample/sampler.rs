@@ -343,6 +343,20 @@ fn apply_mask(logits: &mut [f32], mask: &[u32]) {
 fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
     best.clear();
     let n = (n as usize).min(logits.len());
+    if n > INSERTED_MAX {
+        best_of_sort(best, logits, n);
+    } else {
+        best_by_insertion(best, logits, n);
+    }
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    (f64::from(max) + sum.ln()) as f32
+}
+
+/// Number of candidates up to which inserting each better one is faster than a sort.
+const INSERTED_MAX: usize = 64;
+
+fn best_by_insertion(best: &mut Vec<(u32, f32)>, logits: &[f32], n: usize) {
     for (id, &logit) in logits.iter().enumerate() {
         if best.len() == n && best.last().is_none_or(|&(_, least)| logit <= least) {
             continue;
@@ -351,9 +365,18 @@ fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
         best.insert(at, (id as u32, logit));
         best.truncate(n);
     }
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-    (f64::from(max) + sum.ln()) as f32
+}
+
+/// As [`best_by_insertion`], for many candidates, up to the whole vocabulary.
+fn best_of_sort(best: &mut Vec<(u32, f32)>, logits: &[f32], n: usize) {
+    best.extend((0..).zip(logits.iter().copied()));
+    // Adding 0.0 makes -0.0 equal to 0.0, as in a comparison with `<`.
+    let descending = |a: &(u32, f32), b: &(u32, f32)| (b.1 + 0.0).total_cmp(&(a.1 + 0.0)).then(a.0.cmp(&b.0));
+    if n < best.len() {
+        best.select_nth_unstable_by(n, descending);
+        best.truncate(n);
+    }
+    best.sort_unstable_by(descending);
 }
 
 /// The logprob and rank of `id`, and the logprobs of `best`, from the model's own logits.

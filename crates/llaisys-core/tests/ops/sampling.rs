@@ -243,6 +243,24 @@ fn logprobs_are_of_the_unmodified_distribution() {
     assert!(logprobs.top.iter().all(|&(id, l)| (f64::from(l) - want(id as usize)).abs() < 4e-6));
 }
 
+/// More candidates are found by a sort, up to the whole vocabulary; the order is that of fewer candidates.
+#[test]
+fn any_number_of_logprobs_has_one_order() {
+    let mut row: Vec<f32> = (0..500).map(|id| ((id * 37) % 101) as f32 * 0.25 - 3.0).collect();
+    row[7] = 0.0;
+    row[401] = -0.0;
+    let mut order: Vec<usize> = (0..row.len()).collect();
+    order.sort_by(|&a, &b| row[b].partial_cmp(&row[a]).unwrap().then(a.cmp(&b)));
+    for n in [1, 64, 65, 100, 499, 500, 9000] {
+        let spec = SamplerSpec { temperature: 0.0, top_logprobs: Some(n), ..SamplerSpec::default() };
+        let sampler = Sampler::new(spec, row.len(), &[], &[]).unwrap();
+        let outcome = sample(&mut Scratch::default(), &mut row.clone(), Some(&sampler), 0, None);
+        let Outcome::Token { logprobs: Some(logprobs), .. } = outcome else { panic!("{outcome:?}") };
+        let top: Vec<usize> = logprobs.top.iter().map(|t| t.0 as usize).collect();
+        assert_eq!(top, order[..row.len().min(n as usize)], "{n} logprobs");
+    }
+}
+
 #[test]
 fn zero_logprobs_return_only_the_drawn_token() {
     let spec = SamplerSpec { top_logprobs: Some(0), ..SamplerSpec::default() };

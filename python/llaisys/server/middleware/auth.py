@@ -1,5 +1,7 @@
 """AuthMiddleware: requires an API key on every path except the probes, the web UI and its assets.
 
+A key is sent as `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic).
+
 The rule lists exact open paths, not protected prefixes. So an unknown path gets 401, and a new route is
 protected unless it is added to the open paths.
 
@@ -126,7 +128,7 @@ class AuthMiddleware:
         if scope["type"] == "http" and self._keys and not self._is_open(scope):
             client = self._client(scope)
             if client is None:
-                await send_error(send, invalid_key())
+                await send_error(send, scope, invalid_key())
                 return
             scope.setdefault("state", {})["client_id"] = client
         await self._app(scope, receive, send)
@@ -135,8 +137,17 @@ class AuthMiddleware:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in self._open_paths
 
     def _client(self, scope: Scope) -> str | None:
-        """Return the client. Headers are read as Latin-1, so non-ASCII keys are compared as the bytes
-        sent."""
-        values = Headers(scope=scope).getlist("authorization")
-        scheme, _, key = (values[0] if len(values) == 1 else "").partition(" ")
-        return self._keys.client_of(key.encode("latin-1")) if scheme.lower() == "bearer" else None
+        """Return the client, or None without exactly one key.
+
+        Headers are read as Latin-1, so non-ASCII keys are compared as the bytes sent.
+        """
+        headers = Headers(scope=scope)
+        bearers, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
+        if len(bearers) > 1 or len(keys) > 1:
+            return None
+        for bearer in bearers:
+            scheme, _, key = bearer.partition(" ")
+            if scheme.lower() != "bearer":
+                return None
+            keys.append(key)
+        return self._keys.client_of(keys[0].encode("latin-1")) if len(set(keys)) == 1 else None

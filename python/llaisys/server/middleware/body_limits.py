@@ -62,7 +62,7 @@ class BodyLimitMiddleware:
         try:
             body.declare(int(declared) if declared.isdigit() else 0)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, scope, error)
             return
         try:
             await self._app(scope, body.receive, send)

@@ -112,7 +112,7 @@ class HostMiddleware:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http" and (rejection := self._rejection(scope)) is not None:
-            await send_error(send, rejection)
+            await send_error(send, scope, rejection)
         else:
             await self._app(scope, receive, send)
 

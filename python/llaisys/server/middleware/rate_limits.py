@@ -29,7 +29,22 @@ from llaisys.server.state import ServerState
 MINUTE_S = 60.0
 COUNTED = ("POST", "PUT", "DELETE")
 # Requests to these paths enter the queue of the model that their body names.
-QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+QUEUEING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/chat/completions",
+        "/completions",
+        "/embeddings",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+    }
+)
 
 log = logging.getLogger("llaisys.connections")
 
@@ -87,7 +102,7 @@ class RateLimitMiddleware:
             await send(message)
 
         if rejection is not None:
-            await send_error(send_with_headers, rejection)
+            await send_error(send_with_headers, scope, rejection)
             return
         with permit:
             client.n_open += 1
@@ -143,7 +158,7 @@ class QueueLimitMiddleware:
         rejection = to_api_error(full, "")
         scope["state"]["notes"]["end_reason"] = rejection.code
         self._state.metrics.count_error(rejection.code)
-        await send_error(send, rejection)
+        await send_error(send, scope, rejection)
 
 
 class OpenRequestLimitMiddleware:
@@ -160,7 +175,7 @@ class OpenRequestLimitMiddleware:
         if self._n_open >= self._maximum and scope["path"] not in PROBES:
             self._stats.requests_refused += 1
             log.warning("rejecting requests: %d are open", self._n_open)
-            await send_error(send, too_many_open_requests(self._maximum))
+            await send_error(send, scope, too_many_open_requests(self._maximum))
             return
         self._n_open += 1
         try:

@@ -2,68 +2,59 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llaisys.async_llm import AsyncLLM
-from llaisys.errors import RejectedError
+from llaisys.output_parts import Content, OutputPart, Reasoning
 from llaisys.outputs import CompletionOutput, RequestOutput
-from llaisys.server.access_log import client_id_of, note_request
+from llaisys.server.chat import Chat, prepare_chat
 from llaisys.server.completion_builder import (
     ECHO_TOKENS,
     ChunkBuilder,
-    CompletionMeta,
     Usage,
     chat_logprobs,
-    check_response_size,
     prompt_logprobs,
 )
-from llaisys.server.http_errors import error_responses, to_json
-from llaisys.server.protocol import (
-    CHAT_NEUTRAL,
-    BodyRoute,
-    ResponseOptions,
-    engine_id,
-    engine_of,
-    engine_options,
-    response_options,
-    sampling_params,
-    served_name,
+from llaisys.server.fields import CHAT_NEUTRAL
+from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.logprobs import tokens_per_chunk
+from llaisys.server.protocol import BodyRoute, engine_of
+from llaisys.server.request_schemas import ChatCompletionRequest
+from llaisys.server.response_body import (
+    CHOICE_BYTES,
+    VLLM_NULLS,
+    ChatChoiceBuilder,
+    Json,
+    JsonList,
+    Part,
+    join_parts,
+    list_field,
 )
-from llaisys.server.request_schemas import ChatCompletionRequest, Messages, TokenizeRequest
-from llaisys.server.response_body import CHOICE_BYTES, ChatChoiceBuilder, Json, JsonList, Part, join_parts
 from llaisys.server.response_schemas import ChatCompletion, one_or_stream
-from llaisys.server.state import RequestEntry, state_of
-from llaisys.server.streaming import CompletionResponse
-from llaisys.server.tools import ChoiceDeltas, tool_use, with_compiled_grammar
+from llaisys.server.stream_writer import DATA_EVENTS
+from llaisys.server.tools import ChoiceParser
 
-RESERVED_KWARGS = frozenset(
-    {
-        "self",
-        "chat_template",
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-    }
-)
+router = APIRouter(route_class=BodyRoute)
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the field names of templates: `reasoning` becomes `reasoning_content`."""
-    return [_with_reasoning(message) for message in messages]
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    rest = {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}
-    return {**rest, "reasoning_content": reasoning} if isinstance(reasoning, str) else rest
+@router.post("/chat/completions", include_in_schema=False)
+@router.post("/v1/chat/completions", responses={**error_responses(404, 499), **one_or_stream(ChatCompletion)})
+async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    """Render the conversation and generate its choices, as a stream or as one object."""
+    engine, headers = engine_of(request, body, CHAT_NEUTRAL)
+    chat = await prepare_chat(request, engine, body, "chatcmpl-")
+    builder = ChatCompletionBuilder(
+        chat,
+        last_assistant_text(body.messages) if body.echo else "",
+        has_prediction=body.prediction is not None,
+    )
+    return chat.response(request, builder, headers)
 
 
 def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -75,120 +66,50 @@ def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `chat_template_kwargs` for the template. Raises RejectedError for names that the server sets."""
-    for name in kwargs or {}:
-        if name in RESERVED_KWARGS:
-            field = f"chat_template_kwargs.{name}"
-            raise RejectedError(f"{field} cannot be set by a request", param=field)
-    return dict(kwargs or {})
+class _Choice:
+    """One choice of a chat: the parser of its text, and its tool calls so far."""
 
+    def __init__(self, parser: ChoiceParser) -> None:
+        self.parser = parser
+        self._n_calls = 0
 
-def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:
-    """Return (add_generation_prompt, continue_final_message); the first defaults to the inverse of the
-    second.
-
-    Raises RejectedError if both are set.
-    """
-    if add and continue_final:
-        raise RejectedError(
-            "add_generation_prompt and continue_final_message exclude each other",
-            param="add_generation_prompt",
-        )
-    return (not continue_final) if add is None else add, bool(continue_final)
-
-
-router = APIRouter(route_class=BodyRoute)
-
-
-@router.post("/v1/chat/completions", responses={**error_responses(404, 499), **one_or_stream(ChatCompletion)})
-async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-    """Render the conversation and generate its choices, as a stream or as one object."""
-    engine, headers = engine_of(request, body, CHAT_NEUTRAL)
-    model = served_name(engine, body.model)
-    params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
-    tools = tool_use(body, engine)
-    client_id = client_id_of(request)
-    params = await with_compiled_grammar(engine, params, tools.grammar, client_id)
-    note_request(request, model, params)
-    options = response_options(body, params)
-    meta = CompletionMeta.new("chatcmpl", model, body.request_id)
-    engine_kwargs = engine_options(body, client_id, state_of(request).config.prefix_cache_sharing)
-    n_tokens_max = engine.max_prompt_tokens(params)
-    prompt = await engine.prompt_ids(
-        await prompt_of(body, body.messages, engine, tools.shown, n_tokens_max), params
-    )
-
-    check_response_size(
-        state_of(request).response_bytes.bytes_max, [len(prompt)], params, options, is_chat=True
-    )
-
-    def parts() -> ChoiceDeltas:
-        return ChoiceDeltas(engine.output_parser(params, tools.names), only_first=tools.only_first)
-
-    builder = ChatCompletionBuilder(
-        meta,
-        options,
-        prompt,
-        parts,
-        last_assistant_text(body.messages) if body.echo else "",
-        has_prediction=body.prediction is not None,
-    )
-    name = engine_id(client_id, meta.id)
-    stream = engine.generate(prompt, params, name, **engine_kwargs)
-    entry = RequestEntry(meta.id, client_id, engine, [name], params.n)
-    response = CompletionResponse(request, [stream], builder, headers).registered(entry)
-    return response.as_stream() if body.stream else response
-
-
-async def prompt_of(
-    body: ChatCompletionRequest | TokenizeRequest,
-    messages: Messages,
-    engine: AsyncLLM,
-    tools: list[Json] | None,
-    n_tokens_max: int | None = None,
-) -> list[int]:
-    """Return the token ids of a chat with these tools, rendered with the model's template.
-
-    `messages`: those of the body. Raises ContextLengthError for a text that needs more than `n_tokens_max`
-    tokens.
-    """
-    add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
-    return await engine.chat_prompt(
-        template_messages(messages),
-        add_generation_prompt=add,
-        continue_final_message=continue_final,
-        add_special_tokens=bool(body.add_special_tokens),
-        tools=tools,
-        template_kwargs=template_kwargs(body.chat_template_kwargs),
-        n_tokens_max=n_tokens_max,
-    )
+    def deltas(self, part: OutputPart) -> list[Json]:
+        """Return the `delta` of each chunk of a part: two for a tool call, as OpenAI's clients expect."""
+        match part:
+            case Content(text):
+                return [{"content": text}]
+            case Reasoning(text):
+                return [{"reasoning": text, "reasoning_content": text}]
+        index = self._n_calls
+        self._n_calls += 1
+        begin = {
+            "index": index,
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": part.name, "arguments": ""},
+        }
+        more = {"index": index, "function": {"arguments": part.arguments}}
+        return [{"tool_calls": [begin]}, {"tool_calls": [more]}]
 
 
 class ChatCompletionBuilder:
     """Builds `chat.completion.chunk` objects, or one `chat.completion` from them.
 
-    `parts`: returns a new ChoiceDeltas for a choice. `echo`: the text at the beginning of every choice.
-    `has_prediction`: the usage counts the tokens of a prediction.
+    `echo`: the text at the beginning of every choice. `has_prediction`: the usage counts the tokens of a
+    prediction.
     """
 
-    def __init__(
-        self,
-        meta: CompletionMeta,
-        options: ResponseOptions,
-        prompt: list[int],
-        parts: Callable[[], ChoiceDeltas],
-        echo: str = "",
-        *,
-        has_prediction: bool = False,
-    ) -> None:
-        self.meta = meta
+    stream_format = DATA_EVENTS
+
+    def __init__(self, chat: Chat, echo: str = "", *, has_prediction: bool = False) -> None:
+        self.meta = chat.meta
         self.usage = Usage(has_prediction=has_prediction)
-        self.usage.set_prompt_tokens(0, len(prompt))
-        self._chunk_builder = ChunkBuilder(meta, "chat.completion.chunk", self.usage, options.usage)
-        self._options = options
-        self._prompt = prompt
-        self._parts = defaultdict[int, ChoiceDeltas](parts)
+        self.usage.set_prompt_tokens(0, len(chat.prompt))
+        self.finish_reasons: set[str] = set()
+        self._chunk_builder = ChunkBuilder(chat.meta, "chat.completion.chunk", self.usage, chat.options.usage)
+        self._options = chat.options
+        self._prompt = chat.prompt
+        self._choices = defaultdict[int, _Choice](lambda: _Choice(chat.new_parser()))
         self._echo = echo
         # The choices of an unstreamed response.
         self._collected: dict[int, ChatChoiceBuilder] = {}
@@ -209,14 +130,19 @@ class ChatCompletionBuilder:
         """Yield the prompt's logprobs, if requested, then for each changed choice the chunks of its deltas
         and one with its finish reason."""
         given = delta.prompt_logprobs or ()
-        for at in range(0, len(given), ECHO_TOKENS):
-            yield {"prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+        step = tokens_per_chunk(given, ECHO_TOKENS)
+        for at in range(0, len(given), step):
+            yield {"prompt_logprobs": prompt_logprobs(given[at : at + step])}
         for output in delta.outputs:
             yield from self._choice_chunks(output)
 
     def closing(self) -> list[Json]:
         """Return the usage chunk, which has no choices, if requested."""
         return self._chunk_builder.closing()
+
+    def error_chunks(self, error: ApiError) -> list[Json]:
+        """Return OpenAI's error object."""
+        return [error.body()]
 
     def collect(self, chunk: Json) -> int:
         """Add a chunk to the object; return by how many bytes it has grown."""
@@ -238,11 +164,9 @@ class ChatCompletionBuilder:
         choices = [choice.parts(has_logprobs=options.n_top is not None) for choice in made]
         begin, usage = to_json(self.meta.fields("chat.completion"))[:-1], to_json(self.usage.body())
         out: list[Part] = [begin, b',"choices":[', *join_parts(choices), b'],"usage":', usage]
-        if options.prompt_logprobs:
-            out += [b',"prompt_logprobs":[', self._prompt_logprobs.data, b"]"]
-        if options.token_ids:
-            out += [b',"prompt_token_ids":[', self._prompt_ids.data, b"]"]
-        return [*out, b"}"]
+        out += list_field("prompt_logprobs", self._prompt_logprobs if options.prompt_logprobs else None)
+        out += list_field("prompt_token_ids", self._prompt_ids if options.token_ids else None)
+        return [*out, b",", to_json(VLLM_NULLS)[1:]]
 
     def _choice_chunks(self, output: CompletionOutput) -> list[Json]:
         options, index = self._options, output.index
@@ -253,16 +177,16 @@ class ChatCompletionBuilder:
             )
         if options.token_ids and output.token_ids:
             fields["token_ids"] = output.token_ids
-        parts = self._parts[index]
-        deltas = parts.deltas(output.text, output.finish_reason)
+        choice = self._choices[index]
+        parts = choice.parser.push(output.text, output.finish_reason)
+        deltas = [delta for part in parts for delta in choice.deltas(part)]
         if fields and not deltas:
             deltas = [{"content": ""}]
         out = [self._chunk(index, delta, **({} if i else fields)) for i, delta in enumerate(deltas)]
         if output.finish_reason is not None:
-            ends = {
-                "finish_reason": parts.finish_reason(output.finish_reason),
-                "stop_reason": output.stop_reason,
-            }
+            finish_reason = choice.parser.finish_reason(output.finish_reason)
+            self.finish_reasons.add(finish_reason)
+            ends = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
             out.append(self._chunk(index, {}, **ends))
         return out
 

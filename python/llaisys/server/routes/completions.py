@@ -24,9 +24,10 @@ from llaisys.server.completion_builder import (
     check_response_size,
     prompt_logprobs,
 )
-from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.fields import COMPLETION_NEUTRAL
+from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.logprobs import resolve_logprobs, tokens_per_chunk
 from llaisys.server.protocol import (
-    COMPLETION_NEUTRAL,
     BodyRoute,
     ResponseOptions,
     engine_id,
@@ -38,9 +39,18 @@ from llaisys.server.protocol import (
     text_of,
 )
 from llaisys.server.request_schemas import CompletionRequest
-from llaisys.server.response_body import CHOICE_BYTES, Json, JsonList, Part, TextChoiceBuilder, join_parts
+from llaisys.server.response_body import (
+    CHOICE_BYTES,
+    VLLM_NULLS,
+    Json,
+    JsonList,
+    Part,
+    TextChoiceBuilder,
+    join_parts,
+)
 from llaisys.server.response_schemas import Completion, one_or_stream
 from llaisys.server.state import RequestEntry, state_of
+from llaisys.server.stream_writer import DATA_EVENTS
 from llaisys.server.streaming import CompletionResponse
 from llaisys.server.tools import grammar_of, with_compiled_grammar
 
@@ -52,17 +62,19 @@ Prompt: TypeAlias = str | list[int]
 router = APIRouter(route_class=BodyRoute)
 
 
+@router.post("/completions", include_in_schema=False)
 @router.post("/v1/completions", responses={**error_responses(404, 499), **one_or_stream(Completion)})
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generate the choices of each prompt, as a stream or as one object."""
     engine, headers = engine_of(request, body, COMPLETION_NEUTRAL)
+    resolve_logprobs(body, engine)
     model = served_name(engine, body.model)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
     client_id = client_id_of(request)
     params = await with_compiled_grammar(engine, params, grammar_of(body), client_id)
     note_request(request, model, params)
-    options = response_options(body, params)
-    meta = CompletionMeta.new("cmpl", model, body.request_id)
+    options = response_options(body, params, state_of(request).config.enable_force_include_usage)
+    meta = CompletionMeta.new("cmpl-", model, body.request_id, engine.system_fingerprint)
     add_special = body.add_special_tokens is not False
     sharing = state_of(request).config.prefix_cache_sharing
     engine_kwargs = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
@@ -106,6 +118,8 @@ def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt
         return [prompt]
     if len(prompt) > n_max:
         raise RejectedError(f"prompt has {len(prompt)} entries, allowed are up to {n_max}", param="prompt")
+    if len(set(map(type, prompt)) & {str, list}) > 1:
+        raise RejectedError("prompt has texts and lists of token ids: send one kind", param="prompt")
     return [_checked(f"prompt[{i}]", entry) for i, entry in enumerate(prompt)]
 
 
@@ -154,9 +168,12 @@ class TextCompletionBuilder:
     Choice `i` of prompt `p` has the index `p * n + i`. `echoes`: one for each prompt, if requested.
     """
 
+    stream_format = DATA_EVENTS
+
     def __init__(self, meta: CompletionMeta, options: ResponseOptions, echoes: Sequence[Echo] = ()) -> None:
         self.meta = meta
         self.usage = Usage()
+        self.finish_reasons: set[str] = set()
         self._chunk_builder = ChunkBuilder(meta, "text_completion", self.usage, options.usage)
         self._options = options
         self._echoes = echoes
@@ -183,9 +200,12 @@ class TextCompletionBuilder:
             if self._echoes and self._options.n_top is not None:
                 self._echoed[index] = given
             if self._options.prompt_logprobs:
-                for at in range(0, len(given), ECHO_TOKENS):
-                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+                step = tokens_per_chunk(given, ECHO_TOKENS)
+                for at in range(0, len(given), step):
+                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + step])}
         for output in delta.outputs:
+            if output.finish_reason is not None:
+                self.finish_reasons.add(output.finish_reason)
             for choice in self._choice_chunks(index, delta.prompt_token_ids, output):
                 yield self._chunk_builder.chunk(choice)
 
@@ -225,8 +245,9 @@ class TextCompletionBuilder:
             yield {"text": echo.text}
             return
         given = self._echoed[prompt]
-        for at in range(0, len(ids), ECHO_TOKENS):
-            until = at + ECHO_TOKENS
+        step = tokens_per_chunk(given, ECHO_TOKENS)
+        for at in range(0, len(ids), step):
+            until = at + step
             made = logprobs.delta(ids[at:until], given[at:until], echo.first_token)
             yield {"text": "" if at else echo.text, "logprobs": made}
         first = prompt * self._options.n
@@ -236,6 +257,10 @@ class TextCompletionBuilder:
     def closing(self) -> list[Json]:
         """Return the usage chunk, which has no choices, if requested."""
         return self._chunk_builder.closing()
+
+    def error_chunks(self, error: ApiError) -> list[Json]:
+        """Return OpenAI's error object."""
+        return [error.body()]
 
     def collect(self, chunk: Json) -> int:
         """Add a chunk to the object; return by how many bytes it has grown."""
@@ -259,15 +284,14 @@ class TextCompletionBuilder:
         ]
         begin, end = (
             to_json(self.meta.fields("text_completion"))[:-1],
-            to_json({"usage": self.usage.body()})[1:],
+            to_json({"usage": self.usage.body(), **VLLM_NULLS})[1:],
         )
         return [begin, b',"choices":[', *join_parts(choices), b"],", end]
 
     def _prompt_fields(self, index: int) -> dict[str, JsonList | None]:
         """Return the fields of a choice that describe its prompt."""
-        prompt, more = index // self._options.n, {}
-        if self._options.token_ids:
-            more["prompt_token_ids"] = self._prompt_ids.get(prompt)
-        if self._options.prompt_logprobs:
-            more["prompt_logprobs"] = self._prompt_logprobs.get(prompt)
-        return more
+        prompt, options = index // self._options.n, self._options
+        return {
+            "prompt_token_ids": self._prompt_ids.get(prompt) if options.token_ids else None,
+            "prompt_logprobs": self._prompt_logprobs.get(prompt) if options.prompt_logprobs else None,
+        }

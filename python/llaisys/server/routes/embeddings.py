@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -13,34 +13,35 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.async_llm import AsyncLLM
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import client_id_of
+from llaisys.server.chat import prompt_of
 from llaisys.server.completion_builder import CompletionMeta, Usage, check_embeddings_size
-from llaisys.server.http_errors import error_responses, to_json
-from llaisys.server.protocol import (
-    EMBEDDING_NEUTRAL,
-    BodyRoute,
-    engine_id,
-    engine_of,
-    engine_options,
-    served_name,
-)
+from llaisys.server.fields import EMBEDDING_NEUTRAL
+from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.protocol import BodyRoute, engine_id, engine_of, engine_options, field_names, served_name
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Json, Part, join_parts
 from llaisys.server.response_schemas import EmbeddingList
 from llaisys.server.routes.completions import Prompt, prompts_of
 from llaisys.server.state import state_of
+from llaisys.server.stream_writer import DATA_EVENTS
 from llaisys.server.streaming import CompletionResponse
 
 INPUTS_MAX = 2048
 # Maximum inputs of one HTTP request in the engine at a time, so that one request does not fill the queue.
 CONCURRENT_INPUTS_MAX = 32
 
+# The engine's name of an input -> the field of this route.
+_NAMES = {"prompt": "input"}
+
 router = APIRouter(route_class=BodyRoute)
 
 
+@router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", response_model=EmbeddingList, responses=error_responses(404))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Compute the embedding of each input, as numbers or as base64 of little-endian float32."""
@@ -48,6 +49,22 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     builder = EmbeddingListBuilder(
         served_name(engine, body.model), as_base64=_is_base64(body.encoding_format)
     )
+    return embedding_response(request, engine, body, await _inputs_of(body, engine), builder, headers)
+
+
+def embedding_response(
+    request: Request,
+    engine: AsyncLLM,
+    body: EmbeddingRequest,
+    inputs: Sequence[Prompt],
+    builder: EmbeddingListBuilder,
+    headers: Mapping[str, str],
+) -> Response:
+    """Return the response that computes the embedding of each input and writes them with `builder`.
+
+    `body`: has the options; its `input` is not read. Raises RejectedError or UnsupportedError naming a field
+    of it.
+    """
     _check_dimensions(body.dimensions, engine.model_info.d_model)
     params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
     client_id = client_id_of(request)
@@ -56,10 +73,9 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
     }
-    inputs = _inputs_of(body.input)
     bytes_max, d_model = state_of(request).response_bytes.bytes_max, engine.model_info.d_model
     check_embeddings_size(bytes_max, len(inputs), d_model, as_base64=builder.as_base64)
-    meta = CompletionMeta.new("embd", builder.model, body.request_id)
+    meta = CompletionMeta.new("embd-", builder.model, body.request_id)
     semaphore = asyncio.Semaphore(min(CONCURRENT_INPUTS_MAX, engine.config.max_num_seqs))
     streams = [
         _embed(
@@ -71,34 +87,32 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     return CompletionResponse(request, streams, builder, headers)
 
 
+async def _inputs_of(body: EmbeddingRequest, engine: AsyncLLM) -> list[Prompt]:
+    """Return the inputs, or the rendered chat as the only one. A chat has no generation prompt by default."""
+    if (body.input is None) == (body.messages is None):
+        raise RejectedError("send either input or messages", param="input")
+    if body.messages is None:
+        with field_names(_NAMES):
+            return prompts_of(body.input or [], INPUTS_MAX)
+    chat = body.model_copy(update={"add_generation_prompt": bool(body.add_generation_prompt)})
+    return [await prompt_of(chat, body.messages, engine, tools=None)]
+
+
 async def _embed(
     semaphore: asyncio.Semaphore, stream: AsyncIterator[RequestOutput]
 ) -> AsyncIterator[RequestOutput]:
     """Yield the single delta of an input, after acquiring the semaphore; `stream` has not begun."""
     async with semaphore:
         try:
-            async with aclosing(cast("Any", stream)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            with field_names(_NAMES):
+                async with aclosing(cast("Any", stream)) as deltas:
+                    async for delta in deltas:
+                        yield delta
         except RejectedError as e:
-            raise _rename_prompt(e) from e
-
-
-def _inputs_of(given: str | list[Any]) -> list[Prompt]:
-    """Return the inputs of any form of `input`. Raises RejectedError naming the entry."""
-    try:
-        return prompts_of(given, INPUTS_MAX)
-    except RejectedError as e:
-        raise _rename_prompt(e) from e
-
-
-def _rename_prompt(error: RejectedError) -> RejectedError:
-    """Return an error about a prompt with the field name of this endpoint."""
-    if error.param == "request_id":  # the message has the engine's id of the request
-        return RejectedError("this request_id is in use", param="request_id")
-    if error.param is None or not error.param.startswith("prompt"):
-        return error
-    return type(error)(str(error).replace("prompt", "input", 1), param="input" + error.param[len("prompt") :])
+            if e.param != "request_id":
+                raise
+            # The message has the engine's id of the request.
+            raise RejectedError("this request_id is in use", param="request_id") from e
 
 
 def _is_base64(encoding_format: str | None) -> bool:
@@ -125,11 +139,14 @@ class EmbeddingListBuilder:
     Each object is serialized when it arrives, so that a long list does not block the event loop.
     """
 
+    stream_format = DATA_EVENTS
+
     def __init__(self, model: str, *, as_base64: bool) -> None:
         self.model = model
         self.usage = Usage()
+        self.finish_reasons: set[str] = set()
         self.as_base64 = as_base64
-        self._data: dict[int, bytes] = {}
+        self.data: dict[int, bytes] = {}
 
     def opening(self) -> list[Json]:
         """Return no chunks."""
@@ -142,22 +159,28 @@ class EmbeddingListBuilder:
             value: Any = base64.b64encode(vector).decode("ascii")
         else:
             value = struct.unpack(f"<{len(vector) // 4}f", vector)
-        return [
-            {"index": index, "json": to_json({"object": "embedding", "index": index, "embedding": value})}
-        ]
+        return [{"index": index, "json": to_json(self.item(index, value))}]
+
+    def item(self, index: int, value: Any) -> Any:
+        """Return the object of one input. `value`: its numbers, or their text in base64."""
+        return {"object": "embedding", "index": index, "embedding": value}
 
     def closing(self) -> list[Json]:
         """Return no chunks."""
         return []
 
+    def error_chunks(self, error: ApiError) -> list[Json]:
+        """Return OpenAI's error object."""
+        return [error.body()]
+
     def collect(self, chunk: Json) -> int:
         """Add an object to the list; return by how many bytes it has grown."""
-        self._data[chunk["index"]] = chunk["json"]
+        self.data[chunk["index"]] = chunk["json"]
         return len(chunk["json"])
 
     def parts(self) -> list[Part]:
         """Return the list, in the order of the inputs."""
-        data = join_parts([[self._data[index]] for index in sorted(self._data)])
+        data = join_parts([[self.data[index]] for index in sorted(self.data)])
         usage = {"prompt_tokens": self.usage.prompt_tokens, "total_tokens": self.usage.prompt_tokens}
         rest = to_json({"model": self.model, "usage": usage})
         return [b'{"object":"list","data":[', *data, b"],", rest[1:]]

@@ -14,11 +14,16 @@ from llaisys.server.state import ServerState, state_of
 router = APIRouter()
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> dict[str, Any]:
-    """List every served name."""
+    """List every served name.
+
+    Codex reads an array `models`, and needs its own instructions for each model in it. It is empty, so that
+    Codex uses its default instructions.
+    """
     state = state_of(request)
-    return {"object": "list", "data": [_card(state, name) for name in state.registry().names]}
+    return {"object": "list", "data": [_card(state, name) for name in state.registry().names], "models": []}
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, responses=error_responses(404))
@@ -42,5 +47,6 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": engine.model_names[0],
         "parent": None,
         "max_model_len": engine.max_model_len,
+        "default_sampling_params": engine.default_sampling_params,
         "permission": [],
     }

@@ -14,7 +14,9 @@ from llaisys.server.http_errors import error_responses
 from llaisys.server.state import RequestEntry, state_of
 from llaisys.timeline import Span, SpanKind, Timeline
 
-RequestName = Annotated[str, Path(description="the `id` of a completion: `chatcmpl-...`, `cmpl-...`")]
+RequestName = Annotated[
+    str, Path(description="the `id` of a completion: `chatcmpl-...`, `cmpl-...`, `resp_...`")
+]
 
 router = APIRouter(prefix="/v1/requests", responses=error_responses(404))
 

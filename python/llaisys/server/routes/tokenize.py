@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.errors import RejectedError
+from llaisys.server.chat import prompt_of
+from llaisys.server.fields import TOKENS_NEUTRAL
 from llaisys.server.http_errors import error_responses, to_json
-from llaisys.server.protocol import TOKENS_NEUTRAL, BodyRoute, engine_of, text_of
+from llaisys.server.protocol import BodyRoute, engine_of, text_of
 from llaisys.server.request_schemas import DetokenizeRequest, TokenizeRequest
 from llaisys.server.response_body import JsonParts, Part, json_list, json_string
 from llaisys.server.response_schemas import Text, Tokens
-from llaisys.server.routes.chat import prompt_of
 from llaisys.server.state import state_of
 from llaisys.server.tools import checked_tools
 

@@ -7,10 +7,9 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from llaisys.server.http_errors import ApiError
-from llaisys.server.streaming import SseWriter
+from llaisys.server.stream_writer import DATA_EVENTS, StreamFormat, StreamWriter, named_frame
 
-ERROR = ApiError(503, "gone", code="engine_dead")
+ERROR = {"error": {"code": "engine_dead"}}
 
 
 class Client:
@@ -29,8 +28,10 @@ class Client:
         self.sent.append(message)
         self.news.set()
 
-    def writer(self) -> SseWriter:
-        return SseWriter(self.send, {"x-extra": "1"}, [{"opening": 1}], self.stalled.set, self.stall_s)
+    def writer(self) -> StreamWriter:
+        return StreamWriter(
+            self.send, DATA_EVENTS, {"x-extra": "1"}, [{"opening": 1}], self.stalled.set, self.stall_s
+        )
 
     def raw(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)
@@ -59,25 +60,23 @@ async def test_nothing_is_sent_after_the_terminator(client: Client) -> None:
     n_sent = len(client.sent)
     await writer.finish([])
     await writer.frames([{"late": 1}])
-    await writer.fail(ERROR)
+    assert await writer.fail([ERROR])
     assert len(client.sent) == n_sent
     assert client.raw().count(b"[DONE]") == 1
 
 
-async def test_an_error_before_the_first_frame_is_a_json_response(client: Client) -> None:
+async def test_an_error_before_the_first_frame_leaves_the_response_to_the_caller(client: Client) -> None:
     writer = client.writer()
-    await writer.fail(ERROR)
+    assert not await writer.fail([ERROR])
     await writer.frames([{"late": 1}])
-    await writer.fail(ERROR)
-    assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
-    assert client.sent[0]["status"] == 503
-    assert b"[DONE]" not in client.raw()
+    assert await writer.fail([ERROR])
+    assert client.sent == []
 
 
 async def test_a_later_error_is_a_frame_and_the_terminator(client: Client) -> None:
     writer = client.writer()
     await writer.frames([{"a": 1}])
-    await writer.fail(ERROR)
+    assert await writer.fail([ERROR])
     assert client.raw().endswith(b'"code":"engine_dead"}}\n\ndata: [DONE]\n\n')
 
 
@@ -116,3 +115,17 @@ async def test_a_client_that_stops_reading_times_out(client: Client) -> None:
     await client.stalled.wait()
     assert not stuck.done()
     stuck.cancel()
+
+
+async def test_a_format_states_the_type_the_frames_and_the_end(client: Client) -> None:
+    named = StreamFormat("text/event-stream", named_frame, ping=b"", terminator=b"")
+    writer = StreamWriter(client.send, named, {}, [{"type": "open"}], client.stalled.set, client.stall_s)
+    await writer.frames([{"type": "delta", "text": "a"}])
+    await writer.finish([{"type": "end"}])
+    assert (b"content-type", b"text/event-stream") in client.sent[0]["headers"]
+    assert client.raw() == (
+        b'event: open\ndata: {"type":"open"}\n\n'
+        b'event: delta\ndata: {"type":"delta","text":"a"}\n\n'
+        b'event: end\ndata: {"type":"end"}\n\n'
+    )
+    assert client.sent[-1]["more_body"] is False

@@ -1,0 +1,95 @@
+"""AsyncText: renders, tokenizes and decodes the texts of one model, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llaisys.config import Config
+from llaisys.model_assets import ModelAssets
+from llaisys.prompt import truncate_prompt
+from llaisys.sampling_params import SamplingParams
+from llaisys.text.tokenizer_pool import AsyncTokenizer
+
+
+class AsyncText(ABC):
+    """The methods of AsyncLLM that convert between text and token ids.
+
+    They run in the tokenizer workers, within limits. Without workers they run in threads of this process.
+    """
+
+    def __init__(self, config: Config, model: ModelAssets) -> None:
+        self._config = config
+        self._model = model
+        self._async_tokenizer: AsyncTokenizer | None = None  # None: tokenize in threads of this process
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """The longest request in tokens, prompt and completion together."""
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        n_tokens_max: int | None = None,
+    ) -> list[int]:
+        """Render a conversation with the model's chat template and return its token ids, off the event loop.
+
+        Templates write their own special tokens; `add_special_tokens` adds the tokenizer's. Raises
+        UnsupportedError if the model has no template, RejectedError for invalid messages, ContextLengthError
+        as `encode` does.
+        """
+        options = {
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        if self._async_tokenizer is not None:
+            self._model.chat_template()
+            return await self._async_tokenizer.chat(messages, options, add_special_tokens, n_tokens_max)
+        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
+        return await self.encode(text) if add_special_tokens else ids
+
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
+        if isinstance(prompt, str):
+            n_tokens_max = self.max_prompt_tokens(params)
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_tokens_max=n_tokens_max)
+        else:
+            ids = list(prompt)
+        return truncate_prompt(ids, params, self.max_model_len)
+
+    def max_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""
+        if params.truncate_prompt_tokens is not None:
+            return None
+        return self._config.max_input_tokens or self.max_model_len
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, n_tokens_max: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, tokenized off the event loop. Raises as `Tokenizer.encode`."""
+        if self._async_tokenizer is not None:
+            return await self._async_tokenizer.encode(text, add_special_tokens, n_tokens_max)
+        return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens, n_tokens_max)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids, off the event loop."""
+        if self._async_tokenizer is not None:
+            return await self._async_tokenizer.decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
+
+    async def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary entry of each token id, off the event loop."""
+        return await asyncio.to_thread(lambda: [self._model.tokenizer.vocab_text(id) for id in ids])

@@ -1,0 +1,159 @@
+"""PoolingMethods: the methods of LLM that pool prompts into vectors, with vLLM's arguments and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llaisys.errors import RejectedError, RequestFailedError
+from llaisys.offline_engine import OfflineEngine, ShowProgress, merge_deltas
+from llaisys.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from llaisys.pooling_params import PoolingParams, check_task
+from llaisys.prompt import Prompt, as_prompt_list
+from llaisys.vllm_arguments import refuse
+
+PoolingParamsOrList: TypeAlias = "PoolingParams | Sequence[PoolingParams]"
+
+
+class PoolingMethods:
+    """Embeddings of any model. How hidden states are pooled is a setting of the model (`pooling_type`)."""
+
+    _engine: OfflineEngine
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParamsOrList | None = None,
+        *,
+        use_tqdm: ShowProgress = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the pooled hidden states of each prompt, in the order of the prompts.
+
+        As in vLLM, `pooling_task` is required; "embed" is supported. Prompts, errors and `use_tqdm` are those
+        of `generate`. Raises RequestFailedError if a request fails or times out, UnsupportedError if the
+        model needs a pooling that is not supported.
+        """
+        if pooling_task is None:
+            raise RejectedError("pooling_task is required: pass 'embed', or use embed", param="pooling_task")
+        check_task(pooling_task)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return [
+            PoolingRequestOutput(
+                output.request_id,
+                PoolingOutput(_vector(output)),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+                output.finished,
+            )
+            for output in self._pool(as_prompt_list(prompts), pooling_params, use_tqdm)
+        ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: ShowProgress = True,
+        pooling_params: PoolingParamsOrList | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order of the prompts. Raises as `encode`."""
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                EmbeddingOutput(_vector(output).tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+                output.finished,
+            )
+            for output in self._pool(as_prompt_list(prompts), pooling_params, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        use_tqdm: ShowProgress = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine similarity of the embeddings of each pair.
+
+        `data_1` has one text, which is compared with each text of `data_2`, or as many texts as `data_2`.
+        The outputs have the order of `data_2`. Raises as `encode`, and RejectedError for other lengths.
+        """
+        refuse(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template
+        )
+        first, second = as_prompt_list(data_1), as_prompt_list(data_2)
+        if not first or not second or len(first) not in (1, len(second)):
+            raise RejectedError(
+                f"{len(first)} texts cannot be paired with {len(second)}: pass 1 and 1, 1 and n, or n and n",
+                param="data_1",
+            )
+        pooled = self._pool([*first, *second], pooling_params, use_tqdm)
+        left, right = pooled[: len(first)], pooled[len(first) :]
+        return [_scored(a, b) for a, b in zip(left * (len(right) // len(left)), right, strict=True)]
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParamsOrList | None,
+        use_tqdm: ShowProgress,
+    ) -> list[RequestOutput]:
+        params = pooling_params if pooling_params is not None else PoolingParams()
+        given = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+        if len(given) != len(prompts):
+            raise RejectedError(
+                f"{len(prompts)} prompts and {len(given)} pooling_params: pass one for all, or one each",
+                param="pooling_params",
+            )
+        engine = self._engine
+        for each in given:
+            each.check_dimensions(engine.model.info.d_model)
+        prepared = engine.prepare(
+            [engine.encode(prompt) for prompt in prompts],
+            [each.sampling_params() for each in given],
+            pooling=engine.model.embedding_pooling(),
+        )
+        outputs = merge_deltas(prepared, engine.deltas(prepared, use_tqdm=use_tqdm))
+        for i, output in enumerate(outputs):
+            if output.embedding is None:
+                reason = output.outputs[0].finish_reason
+                raise RequestFailedError(f"prompt {i} has no embedding ({reason}); the log has the cause")
+        return outputs
+
+
+def _vector(output: RequestOutput) -> NDArray[np.float32]:
+    return np.frombuffer(output.embedding or b"", "<f4").astype(np.float32)
+
+
+def _scored(left: RequestOutput, right: RequestOutput) -> ScoringRequestOutput:
+    """Return the score of a pair. The product of two vectors with L2 norm 1 is their cosine similarity."""
+    score = float(np.dot(_vector(left).astype(np.float64), _vector(right).astype(np.float64)))
+    return ScoringRequestOutput(
+        f"{left.request_id}_{right.request_id}",
+        ScoringOutput(min(1.0, max(-1.0, score))),
+        left.prompt_token_ids + right.prompt_token_ids,
+        left.num_cached_tokens + right.num_cached_tokens,
+        left.finished and right.finished,
+    )

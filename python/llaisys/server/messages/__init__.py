@@ -1,0 +1,1 @@
+"""Anthropic's Messages: schemas, and their translation to a chat request."""

@@ -1,0 +1,1 @@
+"""Ollama's API: schemas, and their translation to a chat request."""

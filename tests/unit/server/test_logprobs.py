@@ -1,0 +1,79 @@
+"""Numbers of logprobs in a body: -1 is the whole vocabulary, and `max_logprobs` is the limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes import core
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.outputs import Logprob
+from llaisys.server.logprobs import tokens_per_chunk
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
+}
+FIELDS = [
+    (CHAT, "top_logprobs", "logprobs"),
+    (CHAT, "prompt_logprobs", "prompt_logprobs"),
+    (COMPLETIONS, "logprobs", "logprobs"),
+    (COMPLETIONS, "prompt_logprobs", "prompt_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("url", "field", "of_engine"), FIELDS)
+async def test_minus_one_is_the_whole_vocabulary(
+    engine: FakeService, client: httpx.AsyncClient, url: str, field: str, of_engine: str
+) -> None:
+    engine.config = Config(max_logprobs=-1)
+    response = await client.post(url, json={**BODIES[url], field: -1})
+    assert response.status_code == 200, response.text
+    assert getattr(engine.calls[0].params, of_engine) == core.VOCAB_SIZE
+
+
+@pytest.mark.parametrize(("url", "field", "of_engine"), FIELDS)
+async def test_more_than_the_limit_are_refused_by_name(
+    engine: FakeService, client: httpx.AsyncClient, url: str, field: str, of_engine: str
+) -> None:
+    for limit, n in ((20, 21), (20, -1), (3, 4), (0, 1), (-1, -2), (core.VOCAB_SIZE - 1, -1)):
+        engine.config = Config(max_logprobs=limit)
+        response = await client.post(url, json={**BODIES[url], field: n})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        assert not engine.calls
+    for limit, n in ((20, 20), (3, 3), (core.VOCAB_SIZE, -1)):
+        engine.config = Config(max_logprobs=limit)
+        assert (await client.post(url, json={**BODIES[url], field: n})).status_code == 200
+        assert getattr(engine.calls[-1].params, of_engine) == (core.VOCAB_SIZE if n < 0 else n)
+        engine.calls.clear()
+
+
+async def test_the_server_asks_for_deltas(engine: FakeService, client: httpx.AsyncClient) -> None:
+    for url, body in BODIES.items():
+        await client.post(url, json={**body, "logprobs": None})
+    assert [call.params.output_kind.name for call in engine.calls] == ["DELTA", "DELTA"]
+
+
+@pytest.mark.parametrize(("n_entries", "n_tokens"), [(1, 64), (21, 64), (1000, 4), (49_152, 1)])
+def test_chunks_have_a_bounded_number_of_entries(n_entries: int, n_tokens: int) -> None:
+    given = [None, dict.fromkeys(range(n_entries), Logprob(-1.0))]
+    assert tokens_per_chunk(given, 64) == n_tokens
+    assert tokens_per_chunk(given[:1], 64) == tokens_per_chunk([], 64) == 64
+
+
+@pytest.mark.parametrize("body", [{"prompt_logprobs": -1}, {"echo": True, "logprobs": -1}])
+async def test_chunks_join_to_the_whole_list(
+    engine: FakeService, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    engine.config = Config(max_logprobs=-1)
+    for url in (COMPLETIONS, CHAT) if "echo" not in body else (COMPLETIONS,):
+        responses = []
+        for n_entries in (1, 10**6):
+            monkeypatch.setattr("llaisys.server.logprobs.ENTRIES_PER_CHUNK", n_entries)
+            whole = (await client.post(url, json={**BODIES[url], **body, "request_id": "a"})).json()
+            responses.append({**whole, "created": 0})
+        assert responses[0] == responses[1]

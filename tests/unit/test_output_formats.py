@@ -1,0 +1,88 @@
+"""The formats of tool calls and reasoning that a model's settings, template and tokenizer determine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from fakes import text
+from llaisys.config import Config
+from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
+from llaisys.output_formats import OutputFormats
+from llaisys.output_parts import Content, Reasoning, ToolCall
+from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
+from llaisys.text.chat_template import ChatTemplate, TemplateSource
+from llaisys.text.tokenizer import Tokenizer
+
+MISTRAL = "{% if tools %}[TOOL_CALLS]name[ARGS]{}{% endif %}"
+THINKING = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}"
+
+
+def formats(template: str, *special: str, **settings: Any) -> OutputFormats:
+    """Return the formats of a model with this template, and with more special tokens from id 512 on."""
+    backend = Backend.from_str(text.tokenizer().to_json())
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    source = ChatTemplate(TemplateSource({"default": template}, {})) if template else None
+    return OutputFormats.of(Config(**settings), source, Tokenizer(backend))
+
+
+def test_the_setting_overrides_the_template() -> None:
+    assert formats(MISTRAL).tool == "mistral"
+    assert formats(MISTRAL, tool_call_parser="hermes").tool == "hermes"
+    assert formats("").tool is formats("{{ messages }}").tool is None
+
+
+def test_special_tokens_that_mark_calls_are_shown() -> None:
+    params = SamplingParams()
+    assert params.skip_special_tokens
+    assert formats(MISTRAL).tool_params(params) is params
+    assert not formats(MISTRAL, "[TOOL_CALLS]").tool_params(params).skip_special_tokens
+    assert formats("", "[TOOL_CALLS]").tool_params(params) is params
+
+
+def test_a_grammar_writes_special_tokens_as_tokens() -> None:
+    """A grammar of text cannot produce a special token."""
+    mistral = formats(MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    tokenizer = mistral.tokenizer
+    compiler = GrammarCompiler(GrammarTokenizer(tokenizer.to_json(), (text.EOS,), tokenizer.vocab_size))
+    spec = mistral.tool_grammar({"now": {"properties": {}}}, parallel=False)
+    matcher = compiler.compile(spec)
+    ids = tokenizer.encode("[TOOL_CALLS]now[ARGS]{}", False)
+    assert ids[0] == tokenizer.token_id("[TOOL_CALLS]")
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
+    parser = mistral.parser(SamplingParams(), {"now": {}}, None)
+    assert parser is not None
+    assert parser.push(tokenizer.decode(ids, False)) == [ToolCall("now", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "prompt", "want"),
+    [
+        (THINKING, {}, "hi<think>\n", "deepseek_r1"),
+        (THINKING, {}, "hi<think></think>", "qwen3"),
+        (THINKING, {"reasoning_parser": "qwen3"}, "hi<think>\n", "qwen3"),
+        ("{{ messages }}", {}, "hi<think>\n", None),
+        ("{{ messages }}", {"reasoning_parser": "deepseek_r1"}, "hi", "deepseek_r1"),
+        ("", {}, "hi", None),
+    ],
+)
+def test_reasoning_is_that_of_the_setting_or_of_the_prompt(
+    template: str, settings: dict[str, Any], prompt: str, want: str | None
+) -> None:
+    made = formats(template, "<think>", "</think>", **settings)
+    assert made.reasoning_of(made.tokenizer.encode(prompt, False)) == want
+
+
+def test_a_completion_without_parts_has_no_parser() -> None:
+    made, params = formats(THINKING), SamplingParams()
+    assert made.parser(params, {}, None) is None
+    parser = made.parser(params, {}, "deepseek_r1")
+    assert parser is not None
+    assert parser.push("a</think>b") == [Reasoning("a"), Content("b")]
+    under_grammar = params.with_grammar(StructuredOutputsParams(json=json.dumps({})))
+    assert made.parser(under_grammar, {}, "deepseek_r1") is None
