@@ -47,7 +47,7 @@ def _ids(ids: Sequence[Any]) -> list[int]:
 
 
 def truncate_prompt(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """Return the last `truncate_prompt_tokens` ids of a prompt, or all if it is None. Idempotent.
+    """Return the `truncate_prompt_tokens` ids of a prompt that remain, or all if it is None. Idempotent.
 
     For -1, return as many as leave space for `max_tokens` (1 if None) in the context of `max_model_len`
     tokens.
@@ -57,7 +57,7 @@ def truncate_prompt(ids: list[int], params: SamplingParams, max_model_len: int) 
         return ids
     if n_kept == -1:
         n_kept = max(1, max_model_len - (params.max_tokens or 1))
-    return ids[-n_kept:]
+    return ids[:n_kept] if params.truncation_side == "right" else ids[-n_kept:]
 
 
 def tokenize_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

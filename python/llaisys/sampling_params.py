@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from llaisys.errors import RejectedError, UnsupportedError
 
@@ -126,8 +126,9 @@ class SamplingParams:
     - `detokenize`: False makes no text: `text` is empty, `decoded_token` is None, and `stop` cannot be used.
     - `output_kind`: what each output of `AsyncLLM.generate` has. `LLM` ignores it.
     - `extra_args`: arguments of custom samplers in vLLM. Here there are none, so any is an UnsupportedError.
-    - `truncate_prompt_tokens`: number of tokens to use from the end of the prompt. -1 uses as many as leave
-      space in the context for `max_tokens`.
+    - `truncate_prompt_tokens`: number of tokens to use of the prompt. -1 uses as many as leave space in the
+      context for `max_tokens`.
+    - `truncation_side`: where `truncate_prompt_tokens` leaves tokens out, "left" (the beginning) or "right".
     """
 
     n: int = 1
@@ -154,6 +155,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     prediction: str | None = None
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -208,6 +210,11 @@ class SamplingParams:
             _whole("prompt_logprobs", self.prompt_logprobs, ALL_LOGPROBS, TOKENS_MAX)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, TOKENS_MAX)
+        if self.truncation_side not in ("left", "right"):
+            raise RejectedError(
+                f"truncation_side is {str(self.truncation_side)[:40]!r}, allowed are left and right",
+                param="truncation_side",
+            )
 
     def _check_output(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):

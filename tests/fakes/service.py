@@ -182,7 +182,8 @@ class FakeService:
         **options: Any,  # noqa: ARG002 -- AsyncLLM's
     ) -> list[int]:
         ids = list(prompt.encode() if isinstance(prompt, str) else prompt)
-        return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
+        n = params.truncate_prompt_tokens
+        return ids if n is None else ids[:n] if params.truncation_side == "right" else ids[-n:]
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [7] * add_special_tokens + list(text.encode())

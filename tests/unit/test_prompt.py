@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ def test_truncation_keeps_the_end_of_a_prompt(
     n_most = {None: 30, -1: max(1, 20 - (max_tokens or 1))}.get(n_kept, n_kept)
     assert cut == prompt[len(prompt) - min(len(prompt), n_most or 0) :]
     assert truncate_prompt(cut, params, 20) == cut
+    right = replace(params, truncation_side="right")
+    assert truncate_prompt(prompt, right, 20) == prompt[: len(cut)]
 
 
 def test_a_bad_word_is_tokenized_with_and_without_a_leading_space() -> None:

@@ -48,7 +48,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
-    "truncation_side": ("left",),
     "return_prompt_text": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -93,7 +92,6 @@ EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "endianness": ("little", "native"),
     "normalize": (True,),
     "use_activation": (True,),
-    "truncation_side": ("left",),
     "session_id": ("",),
 }
 

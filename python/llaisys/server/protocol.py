@@ -56,6 +56,7 @@ _SAME = (
     "bad_words",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "truncation_side",
 )
 
 # Bodies up to this size are parsed on the event loop, in 1 ms (10 ms in the worst case). Larger ones are sent

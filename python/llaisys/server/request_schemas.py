@@ -177,6 +177,7 @@ class GenerationRequest(OpenRequest):
     bad_words: Annotated[list[str], MaxEntries(BAD_WORDS_MAX)] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
@@ -238,6 +239,7 @@ class EmbeddingRequest(OpenRequest):
     encoding_format: str | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from llaisys.errors import RejectedError, UnsupportedError
 
 # Types of parts with media, of OpenAI's API and of vLLM.
 MEDIA = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "input_file", "file")
+# Roles that OpenAI's API has. A template may take others (`ChatTemplate.render`).
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# A role is part of the prompt's structure, so it cannot contain the text of special tokens.
+_ROLE = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]], *, keep_developer: bool) -> list[dict[str, Any]]:
@@ -18,6 +22,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, keep_developer: boo
 
     - Text parts are joined by a newline, as vLLM does. Any other part is rejected; the error names its type.
     - Arguments of tool calls become objects, as templates expect (OpenAI sends JSON in a string).
+    - A role that is not in ROLES stays; the template decides.
     - Without `keep_developer`, the role `developer` becomes `system`: a template that does not know the role
       would drop the message.
 
@@ -35,9 +40,11 @@ def _check_message(i: int, message: Mapping[str, Any], keep_developer: bool) -> 
     if not isinstance(message, Mapping):
         raise RejectedError(f"{where} is a {type(message).__name__}, expected an object", param=where)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
         raise RejectedError(
-            f"{where}.role is {_shown(role)}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
+            f"{where}.role is {_shown(role)}, expected {', '.join(ROLES)} or another name of 1 to 64 "
+            "letters, digits, _ or -",
+            param=f"{where}.role",
         )
     checked = dict(message)
     if role == "developer" and not keep_developer:

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 
 from llaisys.errors import RejectedError
 from llaisys.model_info import GgufTokenizer, ModelInfo
-from llaisys.text.chat_messages import check_messages
+from llaisys.text.chat_messages import ROLES, check_messages
 from llaisys.text.model_files import read_object, read_text, special_strings
 from llaisys.text.sandbox import FueledEnvironment, fueled
 
@@ -38,6 +38,8 @@ _NOT_VARIABLES = frozenset({"messages", "chat_template"})
 # Marks the end of the last message for `continue_final_message`. The trailing space shows whether the
 # template strips the content of messages.
 _CONTINUE_HERE = "\ue000continue here\ue000 "
+# Shows whether the template renders a message.
+_MARK = "\ue000message\ue000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,9 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        text = _bounded_render(self._templates[name], variables, self._words)
+        template = self._templates[name]
+        _check_roles(template, variables, self._words)
+        text = _bounded_render(template, variables, self._words)
         return _cut_to_continue(text) if continue_final_message else text
 
 
@@ -262,6 +266,25 @@ def _bounded_render(template: jinja2.Template, variables: dict[str, Any], words:
             param="messages",
         ) from None
     return "".join(pieces)
+
+
+def _check_roles(template: jinja2.Template, variables: dict[str, Any], words: Collection[str]) -> None:
+    """Raise RejectedError if the template drops messages of a role that OpenAI's API does not have."""
+    chat: list[dict[str, Any]] = variables["messages"]
+    others = [(i, message["role"]) for i, message in enumerate(chat) if message["role"] not in ROLES]
+    if not others:
+        return
+    marked = list(chat)
+    for at, _ in others:
+        marked[at] = {**chat[at], "content": (chat[at]["content"] or "") + _MARK}
+    text = _bounded_render(template, {**variables, "messages": marked}, words)
+    if text.count(_MARK) < len(others):
+        at, role = others[0]
+        raise RejectedError(
+            f"messages[{at}].role is {role!r}, which the model's chat template does not render; use "
+            f"{', '.join(ROLES)}",
+            param=f"messages[{at}].role",
+        )
 
 
 def _without_prompt_words(error: Exception, variables: dict[str, Any], own: Collection[str]) -> str:

@@ -80,6 +80,7 @@ SERVED: Mapping[str, tuple[Any, Callable[[Call], Any], Any]] = {
     "encoding_format": ("float", lambda call: call.prompt, "Hi"),
     "dimensions": (D_MODEL, lambda call: call.prompt, "Hi"),
     "truncate_prompt_tokens": (1, lambda call: call.params.truncate_prompt_tokens, 1),
+    "truncation_side": ("right", lambda call: call.params.truncation_side, "right"),
     "add_special_tokens": (False, lambda call: call.options["add_special_tokens"], False),
     "priority": (-3, lambda call: call.options["priority"], -3),
     "cache_salt": ("mine", lambda call: call.options["cache_salt"], "mine"),

@@ -120,6 +120,7 @@ SHARED = {
     "allowed_token_ids": sampling("allowed_token_ids", [3, 4]),
     "bad_words": sampling("bad_words", ["no", "never"]),
     "truncate_prompt_tokens": sampling("truncate_prompt_tokens", 1),
+    "truncation_side": sampling("truncation_side", "right"),
     "return_token_ids": Case(
         {"return_token_ids": True}, lambda _, a: choice(a)["token_ids"], [100, 101, 102]
     ),
@@ -276,6 +277,7 @@ async def test_an_unsupported_field_is_rejected(
         (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (CHAT, {"truncation_side": "middle"}, "truncation_side"),
         (CHAT, {"allowed_token_ids": []}, "allowed_token_ids"),
         (CHAT, {"allowed_token_ids": [-1]}, "allowed_token_ids"),
         (CHAT, {"bad_words": [""]}, "bad_words"),

@@ -210,6 +210,16 @@ def test_missing_content_is_empty_unless_the_template_asks_for_it(text: str, wan
     assert template(text).render([{"role": "assistant", "content": None, "tool_calls": calls}]) == want
 
 
+def test_another_role_is_rendered_if_the_template_takes_it() -> None:
+    messages = [*USER, {"role": "critic", "content": "No"}, {"role": "critic", "content": "Yes"}]
+    assert template(CHATML).render(messages, add_generation_prompt=False).count("<|critic|>") == 2
+    only_known = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RejectedError, match="'critic', which the model's chat template does not render") as e:
+        template(only_known).render(messages)
+    assert e.value.param == "messages[1].role"
+    assert template(only_known).render(USER) == "Hi"
+
+
 def test_the_developer_role_becomes_system_if_the_template_lacks_it() -> None:
     message = [{"role": "developer", "content": "x"}]
     assert template("{{ messages[0].role }}").render(message) == "system"

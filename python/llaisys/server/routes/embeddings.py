@@ -66,7 +66,8 @@ def embedding_response(
     of it.
     """
     _check_dimensions(body.dimensions, engine.model_info.d_model)
-    params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+    side = {} if body.truncation_side is None else {"truncation_side": body.truncation_side}
+    params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **cast("Any", side))
     client_id = client_id_of(request)
     engine_kwargs = {
         **engine_options(body, client_id, state_of(request).config.prefix_cache_sharing),

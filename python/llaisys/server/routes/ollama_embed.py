@@ -21,7 +21,7 @@ from llaisys.server.ollama.schemas import (
 from llaisys.server.protocol import BodyRoute, field_names, text_of
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Part, join_parts
-from llaisys.server.routes.completions import Prompt, prompts_of
+from llaisys.server.routes.completions import prompts_of
 from llaisys.server.routes.embeddings import INPUTS_MAX, EmbeddingListBuilder, embedding_response
 from llaisys.server.routes.ollama import OLLAMA_ERRORS, model_of, to_ns
 
@@ -33,9 +33,8 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Compute the embedding of each input."""
     engine, name, headers = model_of(request, body)
     with field_names({"prompt": "input"}):
-        texts = prompts_of(body.input, INPUTS_MAX)
-    inputs = [await _cut(engine, text) if body.truncate is not False else text for text in texts]
-    options = EmbeddingRequest.model_construct(input=[], dimensions=body.dimensions)
+        inputs = prompts_of(body.input, INPUTS_MAX)
+    options = _options(engine, truncates=body.truncate is not False, dimensions=body.dimensions)
     builder = OllamaEmbedBuilder(name, request.state.started_s)
     return embedding_response(request, engine, options, inputs, builder, headers)
 
@@ -44,16 +43,19 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
     """Compute the embedding of one prompt."""
     engine, name, headers = model_of(request, body)
-    inputs = [await _cut(engine, text_of("prompt", body.prompt))]
-    options = EmbeddingRequest.model_construct(input=[])
+    inputs = [text_of("prompt", body.prompt)]
+    options = _options(engine, truncates=True)
     return embedding_response(request, engine, options, inputs, OllamaEmbeddingsBuilder(name), headers)
 
 
-async def _cut(engine: AsyncLLM, prompt: Prompt) -> Prompt:
-    """Return the first token ids of a prompt, up to the model's maximum."""
-    n_tokens_max = engine.max_prompt_tokens(SamplingParams()) or engine.max_model_len
-    ids = prompt if isinstance(prompt, list) else await engine.encode(prompt, add_special_tokens=True)
-    return ids[:n_tokens_max]
+def _options(engine: AsyncLLM, *, truncates: bool, dimensions: int | None = None) -> EmbeddingRequest:
+    """Return the options of an embedding request. Ollama keeps the beginning of an input that is too long."""
+    n_tokens = engine.max_prompt_tokens(SamplingParams()) or engine.max_model_len
+    return EmbeddingRequest.model_construct(
+        dimensions=dimensions,
+        truncate_prompt_tokens=n_tokens if truncates else None,
+        truncation_side="right",
+    )
 
 
 class OllamaEmbedBuilder(EmbeddingListBuilder):

@@ -65,7 +65,7 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
     state = state_of(request)
     engine, _ = find_model(state, body.model or body.name)
     info = engine.model_info
-    prefix = info.architecture
+    prefix = _family(engine)
     return {
         "details": _details(engine),
         "model_info": {
@@ -105,11 +105,16 @@ def _details(engine: AsyncLLM) -> Json:
     return {
         "parent_model": "",
         "format": info.file_format,
-        "family": info.architecture,
-        "families": [info.architecture],
+        "family": _family(engine),
+        "families": [_family(engine)],
         "parameter_size": _shortened(info.n_parameters),
         "quantization_level": info.dtype.upper(),
     }
+
+
+def _family(engine: AsyncLLM) -> str:
+    """Return the architecture as Ollama names it: `llama`."""
+    return engine.model_info.architecture.removesuffix("ForCausalLM").lower()
 
 
 def _capabilities(engine: AsyncLLM) -> list[str]:
