@@ -57,7 +57,7 @@ def test_continuous_batching_needs_fewer_steps_than_static_batches(golden: Golde
     with LLM(str(FOLDER), dtype="float32", max_num_seqs=n_batch) as llm:
 
         def num_steps() -> int:
-            return llm._client.stats().num_steps
+            return llm._engine.client.stats().num_steps
 
         static = []
         for at in range(0, len(prompts), n_batch):

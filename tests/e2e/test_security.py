@@ -140,7 +140,8 @@ BAD_KEYS: list[tuple[Header, ...]] = [
     (("Authorization", f"Basic {GOOD}"),),
     (key(GOOD), key(OTHER)),
     (key(GOOD), key("wrong")),
-    (("X-Api-Key", GOOD),),
+    (("X-Api-Key", "wrong"),),
+    (("X-Api-Key", GOOD), key(OTHER)),
     (("Cookie", f"authorization=Bearer {GOOD}"),),
 ]
 
@@ -163,7 +164,8 @@ def test_a_route_needs_a_valid_key_unless_it_is_open(server: Server, row: Row) -
             assert response.headers["www-authenticate"] == "Bearer"
     if not row.open:
         check_rejected(send_request(server, row, target=f"{row.path}?api_key={GOOD}&key={GOOD}"), 401, row)
-    for headers in ((key(GOOD),), (key(OTHER),), (("authorization", f"bearer {GOOD}  "),)):
+    good = ((key(GOOD),), (key(OTHER),), (("authorization", f"bearer {GOOD}  "),), (("X-Api-Key", GOOD),))
+    for headers in good:
         response = send_request(server, row, *headers)
         assert response.status in row.good, (row.id, response)
 

@@ -48,12 +48,12 @@ say("chat stream", { content: streamed, usage });
 const helper = client.chat.completions.stream({ ...options, messages });
 say("chat stream helper", { content: (await helper.finalChatCompletion()).choices[0].message.content });
 
-const completion = await client.completions.create({ ...options, prompt: ["Hello", [5, 6, 7]] });
+const completion = await client.completions.create({ ...options, prompt: [[5, 6], [5, 6, 7]] });
 say("completions", { texts: completion.choices.map((choice) => choice.text) });
 const texts = ["", ""];
 for await (const chunk of await client.completions.create({
   ...options,
-  prompt: ["Hello", [5, 6, 7]],
+  prompt: [[5, 6], [5, 6, 7]],
   stream: true,
 })) {
   for (const choice of chunk.choices) texts[choice.index] += choice.text;
