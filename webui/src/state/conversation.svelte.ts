@@ -2,11 +2,11 @@
 
 import { contextNumbers, dropOldest, sent, wireMessages } from "../lib/context";
 import { newId } from "../lib/id";
-import { splitReasoning, unclosed } from "../lib/reasoning";
+import { splitReasoning } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
 import * as trees from "../lib/tree";
 import type { ChatSettings, Message, Session } from "../lib/types";
-import { Generation, isCutInReasoning } from "./generation";
+import { Generation } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
 import { server } from "./server.svelte";
@@ -53,8 +53,7 @@ export class Conversation {
   /** Asks again: the same answer if nothing came, else a further branch beside it. */
   regenerate(answer: Message): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
-      const empty = { failure: undefined, usage: undefined, timing: undefined, createdMs: Date.now() };
-      this.#generate({ ...answer, ...empty }, empty);
+      this.#generate(answer, { failure: undefined, createdMs: Date.now() });
     } else {
       this.#answer(answer.parent);
     }
@@ -176,12 +175,8 @@ export class Conversation {
 
   #request(answer: Message, model: string | undefined): Record<string, unknown> {
     const before = answer.parent === null ? [] : trees.pathTo(this.tree, answer.parent);
-    const isInReasoning = isCutInReasoning(answer);
-    const isContinued = answer.content !== "" || isInReasoning;
-    const soFar = isInReasoning
-      ? { ...answer, content: unclosed(answer.reasoning ?? ""), reasoning: undefined }
-      : answer;
-    const all = isContinued ? [...before, soFar] : before;
+    const isContinued = answer.content !== "";
+    const all = isContinued ? [...before, answer] : before;
     return {
       ...this.settings.params,
       ...(model ? { model } : {}),
