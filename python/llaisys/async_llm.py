@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -144,9 +145,9 @@ class AsyncLLM(AsyncText):
         """SamplingParams fields that the model sets (such as `temperature`) for requests that omit them."""
         return dict(self._model.sampling_defaults)
 
-    @property
+    @functools.cached_property
     def system_fingerprint(self) -> str:
-        """What the bits of a response depend on: version, build of the core, and instruction set."""
+        """What the bits of a response depend on: version, core build, instruction set. Computed once."""
         isa = available_isas()[0] if self._config.isa == "auto" else self._config.isa
         isa = "cuda" if self._config.device == "cuda" else isa
         return f"llaisys-{package_version()}-{core_digest()}-{isa}"
