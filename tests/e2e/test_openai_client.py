@@ -195,7 +195,7 @@ def test_ignored_fields_are_named(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", "unsupported_value"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
         ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "invalid_value"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]",

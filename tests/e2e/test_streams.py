@@ -91,6 +91,7 @@ SHARED: dict[str, list[dict[str, Any]]] = {
     "allowed_token_ids": [{"allowed_token_ids": [161, 97, 102, 172, 253, 234, 252]}],
     "bad_words": [{"bad_words": ["天", "a"]}],
     "truncate_prompt_tokens": [{"truncate_prompt_tokens": 3}],
+    "truncation_side": [{"truncate_prompt_tokens": 3, "truncation_side": "right"}],
     "add_special_tokens": [{"add_special_tokens": True}, {"add_special_tokens": False}],
     "return_token_ids": [{"return_token_ids": False}],
     "return_tokens_as_token_ids": [{"return_tokens_as_token_ids": True}],
