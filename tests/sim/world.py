@@ -17,6 +17,7 @@ from typing import Any
 
 from fakes.asks import ask, limits
 from fakes.core import N_PLAIN, NON_FINITE, REFUSED, SamplerSpec
+from kv_subscriber import FollowedBlocks
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
@@ -130,7 +131,8 @@ class World:
             n_cells=mix.n_cells, n_seq_max=mix.n_running, n_streams=mix.n_streams, lifo=rng.random() < 0.5
         )
         worker = Worker(self.context, SamplerSpec, mix.n_streams)  # type: ignore[arg-type]
-        self.engine = LLMEngine(Executor(worker), self.limits, self.seed)
+        self.kv_events = FollowedBlocks()
+        self.engine = LLMEngine(Executor(worker), self.limits, self.seed, kv_events=self.kv_events)
         self.scheduler = Scheduler()
         self.fates: dict[str, Fate] = {}  # of open requests
         self.chats: list[tuple[str, list[int]]] = []
@@ -238,6 +240,7 @@ class World:
         self._check_counts()
         if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
             self.engine.check()
+            self.kv_events.check(self.engine._kv_cache.prefix_cache)
             self.trace = zlib.crc32(b"%d" % self.context.digest(), self.trace)
         self.now_s += 0.004 + 0.0002 * (self.context.n_rows - n_rows)
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from llaisys.cli.config_flags import add_config_flags, overrides_of
-from llaisys.config import Config, SpeculativeConfig, explain_config, load_config
+from llaisys.config import Config, KvEventsConfig, SpeculativeConfig, explain_config, load_config
 from llaisys.errors import RejectedError
 
 
@@ -214,6 +214,17 @@ def test_an_invalid_speculation_is_rejected_by_name(given: object, says: str) ->
     with pytest.raises(RejectedError, match=says) as error:
         load_config({"speculative_config": given})
     assert str(error.value.param).startswith("speculative_config")
+
+
+def test_kv_events_are_vllms_json() -> None:
+    text = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv"}'
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    config = load_config(overrides_of(parser.parse_args(["--kv-events-config", text]))).kv_events_config
+    assert config == KvEventsConfig(enable_kv_cache_events=True, topic="kv")
+    assert config.endpoint == "tcp://*:5557"
+    with pytest.raises(RejectedError, match="kv_events_config"):
+        load_config({"kv_events_config": {"endpoint": "http://x"}})
 
 
 @pytest.mark.parametrize("text", ["suffix", "[1]", "{", "[" * 100_000])

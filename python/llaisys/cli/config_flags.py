@@ -16,7 +16,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llaisys.config import Config, EngineConfig, Source, SpeculativeConfig, explain_config, load_config
+from llaisys.config import (
+    Config,
+    EngineConfig,
+    KvEventsConfig,
+    Source,
+    SpeculativeConfig,
+    explain_config,
+    load_config,
+)
 from llaisys.errors import RejectedError
 
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -119,6 +127,7 @@ def _parser_options(field: FieldInfo) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     readers: dict[Any, tuple[Callable[[str], Any], str]] = {
         SpeculativeConfig: (json_object, "JSON"),
+        KvEventsConfig: (json_object, "JSON"),
         int: (integer, "N"),
         float: (float, "X"),
         Path: (Path, "FILE"),

@@ -13,6 +13,7 @@ from llaisys.config.environment import (
     home_folder,
     package_version,
 )
+from llaisys.config.kv_events_config import KvEventsConfig
 from llaisys.config.loading import FILE_BYTES_MAX, Config, Source, explain_config, load_config
 from llaisys.config.server_config import SECRETS, ServedModelConfig, ServerConfig
 from llaisys.config.speculative_config import SpeculativeConfig
@@ -23,6 +24,7 @@ __all__ = [
     "SECRETS",
     "Config",
     "EngineConfig",
+    "KvEventsConfig",
     "ServedModelConfig",
     "ServerConfig",
     "Source",

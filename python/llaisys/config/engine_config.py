@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llaisys.config.kv_events_config import KvEventsConfig
 from llaisys.config.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
@@ -219,6 +220,12 @@ class EngineConfig(BaseModel):
         '{"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", '
         '"model": "org/small"} (default: off); the tokens are the same; set it for text that repeats its '
         "prompt or earlier outputs, or if a much smaller model has the same tokenizer",
+    )
+    kv_events_config: KvEventsConfig | None = Field(
+        None,
+        description="KV events for routers as JSON, as in vLLM: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default: off); anyone who can reach '
+        "the endpoint sees the token ids of all cached prompts",
     )
 
     # process

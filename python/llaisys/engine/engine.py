@@ -11,6 +11,7 @@ from llaisys.engine.batch import Batch, Chunk, StepResult
 from llaisys.engine.engine_output import EngineOutput, TokenLogprobs
 from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
+from llaisys.engine.kv_blocks import KvEvents
 from llaisys.engine.kv_cache_manager import KvCacheManager
 from llaisys.engine.limits import Limits, check_first_token, token_limit
 from llaisys.engine.pooling import embedding_of, new_pool
@@ -59,7 +60,8 @@ class LLMEngine:
     Invariants: only running choices hold a sequence id, cells and a pinned prefix. Each choice of an accepted
     request gets exactly one output with a finish reason; the last of these outputs is marked `last`.
 
-    `requests`: the open requests by state. Other modules only read `limits`, `requests` and `worker`.
+    `requests`: the open requests by state. Other modules only read these, `limits`, `worker` and
+    `kv_events`.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class LLMEngine:
         seed: int,
         grammar_compiler: GrammarCompiler | None = None,
         speculator: Speculator | None = None,
+        kv_events: KvEvents | None = None,
     ) -> None:
         self._executor = executor
         self.worker = executor.worker
         self.limits = limits
         self._seed = seed
-        self._kv_cache = KvCacheManager(executor.worker, limits)
+        self.kv_events = kv_events
+        self._kv_cache = KvCacheManager(executor.worker, limits, kv_events)
         self._structured = StructuredOutputManager(grammar_compiler)
         self._speculator = speculator
         self._proposals: dict[int, list[int]] = {}
@@ -246,8 +250,9 @@ class LLMEngine:
         """Free the core. The caller ends open requests and session calls."""
         self.session_requests.close()
         self._structured.close()
-        if self._speculator is not None:
-            self._speculator.close()
+        for owned in (self._speculator, self.kv_events):
+            if owned is not None:
+                owned.close()
         self._executor.close()
 
     # --- inside: before the batch ---
@@ -289,23 +294,19 @@ class LLMEngine:
 
     def _prepare(self, plan: SchedulerOutput, now_s: float) -> list[EngineOutput]:
         """Carry out a plan except for its batch; return the outputs of requests that ended."""
-        outputs = []
         self._round_robin = plan.round_robin
         self._last_deadline_scan_s = now_s if plan.scanned_deadlines else self._last_deadline_scan_s
         self._last_cleanup_s = now_s if plan.cleaned_cache else self._last_cleanup_s
         expired = [self._open[ordinal] for ordinal in plan.expire]
         computed = [(r, r.num_computed, r.stream) for r in expired if isinstance(r.state, Running)]
-        for request in expired:
-            outputs.append(self._finish(request, Expired(now_s - request.source.arrival_s)))
+        outputs = [self._finish(request, Expired(now_s - request.source.arrival_s)) for request in expired]
         for ordinal in plan.preempt:
             self._preempt(self._open[ordinal])
-        pins = {}
-        for admission in plan.admit:
-            if admission.n_cached and admission.fork is None:
-                request = self._open[admission.ordinal]
-                pins[request.ordinal] = self._kv_cache.pin_prefix(
-                    request, admission.n_cached, admission.source
-                )
+        pins = {
+            each.ordinal: self._kv_cache.pin_prefix(self._open[each.ordinal], each.n_cached, each.source)
+            for each in plan.admit
+            if each.n_cached and each.fork is None
+        }
         if self._kv_cache.caches_prefixes:
             self.stats_recorder.num_evicted_cells += self._kv_cache.evict(plan.n_free_wanted)
         # Sessions pin only now what expired requests computed: the plan counts these cells as evictable.
@@ -453,10 +454,8 @@ class LLMEngine:
             return self._finish(request, *embedding_of(request))
         self._kv_cache.cache_computed(request)
         is_first = request.num_output == 0
-        event, output = (
-            request.append_token(token_id),
-            _output(request, [token_id], [logprobs] if logprobs else None),
-        )
+        event = request.append_token(token_id)
+        output = _output(request, [token_id], [logprobs] if logprobs else None)
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
             if request.wants_prompt_logprobs:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llaisys.engine.kv_blocks import KvEvents
 from llaisys.engine.kv_cache_planner import (
     KvCachePlanner,
     lookahead_cells,
@@ -35,8 +36,9 @@ class KvCacheManager:
       Every edit of the prefix cache is applied to the core at once.
     """
 
-    def __init__(self, worker: Worker, limits: Limits) -> None:
+    def __init__(self, worker: Worker, limits: Limits, kv_events: KvEvents | None = None) -> None:
         self._worker = worker
+        self._blocks = None if kv_events is None else kv_events.blocks
         self._limits = limits
         self._window = worker.attention_window
         self.n_streams = limits.n_streams
@@ -97,7 +99,7 @@ class KvCacheManager:
         """Pin the first tokens of a request, which are cached in a KV stream."""
         salt, ids = request.source.cache_salt, request.token_ids
         pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream)
-        self._worker.edit_cache(edits)
+        self._apply(edits)
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -113,7 +115,7 @@ class KvCacheManager:
         for stream, n_free in enumerate(self._worker.n_cells_free):
             if n_free < n_free_wanted[stream]:
                 n, edits = self.prefix_cache.evict(n_free_wanted[stream] - n_free, stream)
-                self._worker.edit_cache(edits)
+                self._apply(edits)
                 n_evicted += n
         return n_evicted
 
@@ -202,7 +204,7 @@ class KvCacheManager:
     def pin_session(self, salt: str, ids: Sequence[int], stream: int) -> Pin | None:
         """Pin the cached part of a session's path; None if nothing is cached."""
         pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream, of_session=True)
-        self._worker.edit_cache(edits)
+        self._apply(edits)
         if pin.n_tokens:
             return pin
         self.prefix_cache.unpin(pin)
@@ -239,12 +241,14 @@ class KvCacheManager:
                 self._worker.import_cells(edit, stream, at, data)
             else:
                 self._worker.edit_cache([edit])
+        if self._blocks is not None:
+            self._blocks.apply(edits, salt, ids)
         self.prefix_cache.unpin(pin)
         return True
 
     def invalidate(self, salt: str, ids: Sequence[int], stream: int, start: int) -> None:
         """Remove the positions of a path from `start` on from the prefix cache, except pinned ones."""
-        self._worker.edit_cache(self.prefix_cache.invalidate(salt, ids, stream, start))
+        self._apply(self.prefix_cache.invalidate(salt, ids, stream, start))
 
     # --- inside ---
 
@@ -252,7 +256,15 @@ class KvCacheManager:
         salt, ids = request.source.cache_salt, request.token_ids[: request.num_computed]
         request.pin, edits = self.prefix_cache.insert(salt, ids, request.stream, request.pin)
         self._worker.edit_cache(edits, request.seq_id)
+        if self._blocks is not None:
+            self._blocks.apply(edits, salt, ids)
         return edits
+
+    def _apply(self, edits: Sequence[CacheEdit]) -> None:
+        """Apply edits that add no node."""
+        self._worker.edit_cache(edits)
+        if self._blocks is not None:
+            self._blocks.apply(edits)
 
     def _unpin_request(self, request: Request) -> None:
         if request.pin is not None:

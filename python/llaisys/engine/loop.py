@@ -175,6 +175,8 @@ class EngineLoop:
             sessions.continue_transfer()
             now_s = self._listener.clock()
             outputs = engine.step(now_s) if engine.wait_s() is not None else []
+            if engine.kv_events is not None:
+                engine.kv_events.publish()
             stats = engine.stats()
             if self._end.done():  # the watchdog reported the end during the step
                 return
@@ -207,7 +209,13 @@ def build_engine(
     if sizing.speculation is not None:
         draft_model = None if sizing.draft_settings is None else _draft_model(sizing.draft_settings)
         speculator = make_speculator(sizing.speculation, worker.decode_seconds, draft_model)
-    return LLMEngine(Executor(worker), limits, seed, grammar_compiler, speculator)
+    kv_events = None
+    if sizing.kv_events is not None:
+        # Imported here because pyzmq is optional.
+        from llaisys.engine.kv_event_publisher import KvEventPublisher
+
+        kv_events = KvEventPublisher(sizing.kv_events)
+    return LLMEngine(Executor(worker), limits, seed, grammar_compiler, speculator, kv_events)
 
 
 def _draft_model(settings: WorkerSettings) -> DraftModelProposer:

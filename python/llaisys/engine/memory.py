@@ -7,9 +7,10 @@ model that cannot fit is rejected before it is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from llaisys.config import EngineConfig, SpeculativeConfig
+from llaisys.config import EngineConfig, KvEventsConfig, SpeculativeConfig
 from llaisys.engine.host import Cpus
 from llaisys.engine.limits import Limits
 from llaisys.errors import RejectedError, UnsupportedError
@@ -92,6 +93,7 @@ class EngineSizing:
     summary: str
     speculation: SpeculativeConfig | None = None
     draft_settings: WorkerSettings | None = None
+    kv_events: KvEventsConfig | None = None
 
 
 def size_engine(
@@ -206,7 +208,27 @@ def size_engine(
             prune_argmax=False,
         )
         summary += f"; draft model {draft.path} with {n_cells} cells"
-    return EngineSizing(settings, limits, summary, config.speculative_config, draft_settings)
+    return EngineSizing(
+        settings, limits, summary, config.speculative_config, draft_settings, _kv_events(config)
+    )
+
+
+def _kv_events(config: EngineConfig) -> KvEventsConfig | None:
+    """Return the settings of KV events if they are to be published."""
+    kv_events = config.kv_events_config
+    if kv_events is None or not kv_events.publishes:
+        return None
+    if not config.enable_prefix_caching:
+        raise RejectedError(
+            "kv_events_config publishes the prefix cache, and enable_prefix_caching is off; turn it on",
+            param="kv_events_config",
+        )
+    if find_spec("zmq") is None:
+        raise UnsupportedError(
+            "kv_events_config needs pyzmq; install it: pip install 'llaisys[kv-events]'",
+            param="kv_events_config",
+        )
+    return kv_events
 
 
 def _check_draft(draft: ModelInfo, info: ModelInfo) -> None:

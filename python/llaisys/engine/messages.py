@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from llaisys import errors
-from llaisys.config import SpeculativeConfig
+from llaisys.config import KvEventsConfig, SpeculativeConfig
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.engine.limits import Limits
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     - `grammar_tokenizer`: the model's tokenizer for structured outputs. Without it, requests with a grammar
       are rejected.
     - `speculation`: the settings of speculative decoding; None turns it off. `draft_settings`: its second
-      model.
+      model. `kv_events`: the settings of KV events; None turns them off.
     """
 
     version: str
@@ -47,6 +47,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     grammar_tokenizer: GrammarTokenizer | None = None
     speculation: SpeculativeConfig | None = None
     draft_settings: WorkerSettings | None = None
+    kv_events: KvEventsConfig | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

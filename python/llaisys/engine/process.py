@@ -113,6 +113,7 @@ class ProcessClient(EngineClient):
             grammar_tokenizer=grammar_tokenizer,
             speculation=sizing.speculation,
             draft_settings=sizing.draft_settings,
+            kv_events=sizing.kv_events,
         )
         self._restarts = RestartLimit(clock)
         self._closing = threading.Event()

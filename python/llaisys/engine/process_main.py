@@ -98,7 +98,9 @@ def _serve(channel: Channel) -> None:
     watchdog = EngineWatchdog(start.watchdog_window_s, exits=True)
 
     compiler = None if start.grammar_tokenizer is None else GrammarCompiler(start.grammar_tokenizer)
-    sizing = EngineSizing(start.settings, start.limits, "", start.speculation, start.draft_settings)
+    sizing = EngineSizing(
+        start.settings, start.limits, "", start.speculation, start.draft_settings, start.kv_events
+    )
     loop = EngineLoop(
         partial(build_engine, sizing, start.seed, compiler),
         EngineListener(on_step, send, send, on_end, time.monotonic),

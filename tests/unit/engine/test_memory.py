@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from llaisys.config import Config, SpeculativeConfig
+from llaisys.config import Config, KvEventsConfig, SpeculativeConfig
+from llaisys.engine import memory
 from llaisys.engine.host import Cpus
 from llaisys.engine.memory import EngineSizing, GpuSettings, size_engine
 from llaisys.engine.worker import inspect_model
@@ -190,6 +191,19 @@ def test_speculation_is_sized_on_the_cpu_and_rejected_on_a_gpu() -> None:
     with pytest.raises(UnsupportedError, match="device cpu") as error:
         size_engine(config, info, 100 * MIB, Cpus(2), gpu=gpu)
     assert error.value.param == "speculative_config"
+
+
+def test_kv_events_need_the_prefix_cache_and_pyzmq(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = KvEventsConfig(enable_kv_cache_events=True)
+    assert sized(kv_events_config=on).kv_events == on
+    assert sized(kv_events_config=KvEventsConfig()).kv_events is None
+    assert sized(kv_events_config=replace(on, publisher="null")).kv_events is None
+    with pytest.raises(RejectedError, match="enable_prefix_caching is off") as error:
+        sized(kv_events_config=on, enable_prefix_caching=False)
+    assert error.value.param == "kv_events_config"
+    monkeypatch.setattr(memory, "find_spec", lambda _: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'llaisys\[kv-events\]'"):
+        sized(kv_events_config=on)
 
 
 def test_a_draft_model_takes_memory_and_needs_the_same_vocabulary() -> None:
