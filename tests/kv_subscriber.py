@@ -18,7 +18,7 @@ class Subscriber:
     """The blocks that a router knows: hash -> (hash of the block before, tokens)."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
 
     def read(self, events: list[KvEvent]) -> None:
         """Apply events; each must fit what is known."""
@@ -57,9 +57,9 @@ class FollowedBlocks:
         assert self.subscriber.blocks.keys() == cached_blocks(cache)
 
 
-def cached_blocks(cache: PrefixCache) -> set[int]:
+def cached_blocks(cache: PrefixCache) -> set[bytes]:
     """Return the hashes of the whole blocks that a prefix cache has."""
-    hashes: set[int] = set()
+    hashes: set[bytes] = set()
 
     def visit(node: Node, before: list[int]) -> None:
         path = before + node.tokens.tolist()

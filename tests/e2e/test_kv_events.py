@@ -23,6 +23,7 @@ from waiting import block_until
 
 CELLS = 160
 WAIT_MS = 60_000
+CLEARED = {"type": "AllBlocksCleared"}
 FLAGS = ("--num-kv-cells", str(CELLS), "--dtype", "float32", "--max-num-batched-tokens", "64")
 
 
@@ -54,10 +55,11 @@ def replayed(folder: Path, first: int = 0) -> list[tuple[int, list[Any]]]:
     with connected(folder, zmq.DEALER, "replay") as socket:
         socket.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
-            _, number, batch = socket.recv_multipart()
+            *topic, number, batch = socket.recv_multipart()[1:]
             if not batch:
                 assert int.from_bytes(number, "big", signed=True) == -1
                 return found
+            assert topic == [b"kv"]
             found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)[1]))
 
 
@@ -76,23 +78,28 @@ def complete(server: Server, token: int) -> list[int]:
 def test_a_router_follows_the_prefix_cache(tmp_path: Path, process: tuple[str, ...]) -> None:
     config = json.dumps(settings(tmp_path))
     with serving(tmp_path, FOLDER, *FLAGS, *process, "--kv-events-config", config) as server:
-        assert replayed_events(tmp_path) == [["AllBlocksCleared"]]
+        assert replayed_events(tmp_path) == [CLEARED]
         tokens = complete(server, 5)
         # The last output token has no K and V.
         n_blocks = (len(tokens) - 1) // 16
 
         def stored() -> list[Any]:
-            return [event for event in replayed_events(tmp_path) if event[0] == "BlockStored"]
+            return [event for event in replayed_events(tmp_path) if event["type"] == "BlockStored"]
 
         # The batch of the last step may follow the response.
-        block_until(lambda: sum(len(event[1]) for event in stored()) == n_blocks)
-        assert [token for event in stored() for token in event[3]] == tokens[: n_blocks * 16]
-        assert stored()[0][2] is None
-        hashes = [each for event in stored() for each in event[1]]
-        assert [event[2] for event in stored()[1:]] == [hashes[len(stored()[0][1]) - 1]] * (len(stored()) - 1)
+        block_until(lambda: sum(len(event["block_hashes"]) for event in stored()) == n_blocks)
+        assert [token for event in stored() for token in event["token_ids"]] == tokens[: n_blocks * 16]
+        assert stored()[0]["parent_block_hash"] is None
+        hashes = [each for event in stored() for each in event["block_hashes"]]
+        assert [event["parent_block_hash"] for event in stored()[1:]] == [
+            hashes[len(stored()[0]["block_hashes"]) - 1]
+        ] * (len(stored()) - 1)
         complete(server, 6)  # needs the cells of the first prompt
         removed = [
-            each for event in replayed_events(tmp_path) if event[0] == "BlockRemoved" for each in event[1]
+            each
+            for event in replayed_events(tmp_path)
+            if event["type"] == "BlockRemoved"
+            for each in event["block_hashes"]
         ]
         assert removed
         assert set(removed) == set(hashes[-len(removed) :])
@@ -103,13 +110,13 @@ def test_a_router_follows_the_prefix_cache(tmp_path: Path, process: tuple[str, .
                 if "llaisys.engine.process_main" in " ".join(child.cmdline())
             )
             engine.kill()
-            block_until(lambda: replayed(tmp_path) == [(0, [["AllBlocksCleared"]])])
+            block_until(lambda: replayed(tmp_path) == [(0, [CLEARED])])
 
 
 def test_a_subscriber_gets_numbered_batches_and_can_ask_for_missed_ones(tmp_path: Path) -> None:
     publisher = KvEventPublisher(KvEventsConfig(**settings(tmp_path, buffer_steps=4)))
     try:
-        assert replayed_events(tmp_path) == [["AllBlocksCleared"]]  # it was sent before anyone subscribes
+        assert replayed_events(tmp_path) == [CLEARED]  # it was sent before anyone subscribes
         with connected(tmp_path, zmq.SUB, "events") as subscriber:
             # Publish until the subscription has arrived: ZeroMQ has no sign of it.
             poller, node = zmq.Poller(), 0
@@ -120,7 +127,7 @@ def test_a_subscriber_gets_numbered_batches_and_can_ask_for_missed_ones(tmp_path
             topic, number, batch = subscriber.recv_multipart()
             assert topic == b"kv"
             seconds, events, rank = msgspec.msgpack.decode(batch)
-            assert (events[0][3], rank) == ([int.from_bytes(number, "big")] * 16, 0)
+            assert (events[0]["token_ids"], rank) == ([int.from_bytes(number, "big")] * 16, 0)
             assert seconds > 1.7e9
             while int.from_bytes(number, "big") < node:
                 _, number, _ = subscriber.recv_multipart()
@@ -149,7 +156,7 @@ def test_a_malformed_replay_request_is_ignored(tmp_path: Path) -> None:
         with connected(tmp_path, zmq.DEALER, "replay") as socket:
             for frames in ([b""], [b"x"], [b"", b"short"], [b"", b"0" * 8, b"more"], [b"x", b"0" * 8]):
                 socket.send_multipart(frames)
-        assert replayed_events(tmp_path) == [["AllBlocksCleared"]]
+        assert replayed_events(tmp_path) == [CLEARED]
     finally:
         publisher.close()
 

@@ -2,14 +2,15 @@
 
 The prefix cache has a cell for each token, and its paths may be split anywhere. A block is 16 consecutive
 tokens from a multiple of 16 on. It is stored while the prefix cache has its last token, because a path has
-all positions from 0. Events: vLLM's `docs/features/kv_events.md`.
+all positions from 0. Events and their format: vLLM's `vllm/distributed/kv_events.py`, and what `vllm-router`
+0.1.17 accepts: a batch is an array, an event a map with its `type`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import sha256
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
@@ -23,15 +24,15 @@ _BLOCK_BYTES = BLOCK_TOKENS * as_ids(()).itemsize
 _MEDIUM = "GPU"
 
 
-class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Consecutive blocks of one path are cached now.
 
-    `block_hashes`: 64 bits each, of a block and all tokens before it. `parent_block_hash`: of the block
-    before the first one. `token_ids`: of all these blocks. The fields and their order are vLLM's.
+    `block_hashes`: 32 bytes each, of a block and all tokens before it. `parent_block_hash`: of the block
+    before the first one. `token_ids`: of all these blocks. The fields are vLLM's.
     """
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -39,14 +40,14 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lora_name: str | None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     """These blocks are no longer cached."""
 
-    block_hashes: list[int]
+    block_hashes: list[bytes]
     medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     """No block is cached."""
 
 
@@ -83,9 +84,9 @@ class KvBlocks:
 
     def __init__(self) -> None:
         # By node id: end position and hash of the blocks whose last token the node has, ascending.
-        self._of_node: dict[int, list[tuple[int, int]]] = {}
+        self._of_node: dict[int, list[tuple[int, bytes]]] = {}
         # By hash: the number of KV streams that have the block.
-        self._n_stored: Counter[int] = Counter()
+        self._n_stored: Counter[bytes] = Counter()
         self._events: list[KvEvent] = []
 
     def apply(self, edits: Sequence[CacheEdit], salt: str = "", ids: Sequence[int] = ()) -> None:
@@ -107,7 +108,7 @@ class KvBlocks:
         events, self._events = self._events, []
         return [AllBlocksCleared()] if events and not self._n_stored else events
 
-    def _set(self, node_id: int, blocks: list[tuple[int, int]]) -> None:
+    def _set(self, node_id: int, blocks: list[tuple[int, bytes]]) -> None:
         if blocks:
             self._of_node[node_id] = blocks
         else:
@@ -134,7 +135,7 @@ class KvBlocks:
                 )
             )
 
-    def _remove(self, hashes: Sequence[int]) -> None:
+    def _remove(self, hashes: Sequence[bytes]) -> None:
         self._n_stored.subtract(hashes)
         removed = [each for each in hashes if not self._n_stored[each]]
         for each in removed:
@@ -143,12 +144,12 @@ class KvBlocks:
             self._events.append(BlockRemoved(removed, _MEDIUM))
 
 
-def block_hashes(salt: str, ids: Sequence[int]) -> list[int]:
+def block_hashes(salt: str, ids: Sequence[int]) -> list[bytes]:
     """Return the hash of each whole block of a path; equal hashes mean equal salts and tokens up to there."""
     raw = as_ids(ids).tobytes()
     before = salt.encode("utf-8", "surrogatepass")
     hashes = []
     for begin, end in pairwise(range(0, len(raw) + 1, _BLOCK_BYTES)):
-        before = blake2b(before + raw[begin:end], digest_size=8).digest()
-        hashes.append(int.from_bytes(before, "big"))
+        before = sha256(before + raw[begin:end]).digest()
+        hashes.append(before)
     return hashes

@@ -1,8 +1,8 @@
 """KvEventPublisher: publishes the events of the prefix cache over ZeroMQ, in vLLM's wire format.
 
 Messages have the frames topic, sequence number (8 bytes, big-endian) and batch (msgpack). A subscriber that
-misses a number asks the replay socket for the batches from a number on. Source: vLLM's
-`docs/features/kv_events.md`. Needs the extra `kv-events` (pyzmq).
+misses a number asks the replay socket for the batches from a number on, and gets the same messages, then a
+message with the number -1. Source: vLLM's `docs/features/kv_events.md`. Needs the extra `kv-events` (pyzmq).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class KvEventPublisher:
             log.warning("ignored a malformed replay request of %d frames", 1 + len(rest))
             return
         for number, batch in self._recent.since(rest[1]):
-            socket.send_multipart((client, b"", number, batch))
+            socket.send_multipart((client, b"", self._topic, number, batch))
         socket.send_multipart((client, b"", _END, b""))
 
 

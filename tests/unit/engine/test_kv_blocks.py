@@ -103,10 +103,24 @@ def test_hashes_depend_on_salt_tokens_and_everything_before() -> None:
 
 
 def test_the_wire_format_is_vllms() -> None:
-    batch = KvEventBatch(1.5, [BlockStored([2**63], None, [1], 16, None, "GPU", None), AllBlocksCleared()])
+    stored = BlockStored([b"h" * 32], None, [1], 16, None, "GPU", None)
+    batch = KvEventBatch(1.5, [stored, BlockRemoved([b"h" * 32], "GPU"), AllBlocksCleared()])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == [
         1.5,
-        [["BlockStored", [2**63], None, [1], 16, None, "GPU", None], ["AllBlocksCleared"]],
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [b"h" * 32],
+                "parent_block_hash": None,
+                "token_ids": [1],
+                "block_size": 16,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+            },
+            {"type": "BlockRemoved", "block_hashes": [b"h" * 32], "medium": "GPU"},
+            {"type": "AllBlocksCleared"},
+        ],
         0,
     ]
 
