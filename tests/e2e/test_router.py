@@ -1,0 +1,141 @@
+"""Two servers behind `vllm-router`: a chat's next turn goes where its prefix is cached."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import Server, serving
+from waiting import block_until
+
+N_CHATS = 20
+ROUTER = str(Path(sys.executable).with_name("vllm-router"))
+Chat = list[dict[str, Any]]
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port: int = made.getsockname()[1]
+        return port
+
+
+class Worker:
+    """A server that publishes KV events. `source`: its flags of the router."""
+
+    def __init__(self, server: Server, events: int, replay: int) -> None:
+        self.server = server
+        self.source = (
+            *("--kv-event-source", f"{server.url}=tcp://127.0.0.1:{events}"),
+            *("--kv-event-replay-source", f"{server.url}=tcp://127.0.0.1:{replay}"),
+        )
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+    with ExitStack() as stack:
+        made = []
+        for _ in range(2):
+            events, replay = free_port(), free_port()
+            config = {
+                "enable_kv_cache_events": True,
+                "endpoint": f"tcp://*:{events}",
+                "replay_endpoint": f"tcp://*:{replay}",
+            }
+            flags = ("--num-kv-cells", "16384", "--kv-events-config", json.dumps(config))
+            server = stack.enter_context(serving(tmp_path_factory.mktemp("worker"), "smollm2", *flags))
+            made.append(Worker(server, events, replay))
+        yield made
+
+
+@contextmanager
+def router(folder: Path, workers: list[Worker], *flags: str) -> Iterator[httpx.Client]:
+    """Start a router over the workers, and yield a client of it."""
+    port = free_port()
+    urls = [worker.server.url for worker in workers]
+    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
+    command = [ROUTER, *ports, "--worker-startup-check-interval", "1", *flags, "--worker-urls", *urls]
+    with (
+        (folder / "router.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None) as client:
+
+                def is_ready() -> bool:
+                    assert process.poll() is None, (folder / "router.log").read_text("utf-8")
+                    with suppress(httpx.TransportError):
+                        return client.get("/health").status_code == 200
+                    return False
+
+                block_until(is_ready)
+                yield client
+        finally:
+            process.kill()
+
+
+def first_turns(word: str) -> list[Chat]:
+    """Return chats that differ from their first token on, so that each has a prefix of its own."""
+    return [
+        [
+            {"role": "system", "content": f"{word} {i * 7919}"},
+            {"role": "user", "content": " ".join(f"item{i * 31 + j * 7}" for j in range(12))},
+        ]
+        for i in range(N_CHATS)
+    ]
+
+
+def complete(client: httpx.Client, chat: Chat) -> dict[str, Any]:
+    body = {"model": "smollm2", "messages": chat, "max_tokens": 2, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def n_hits(client: httpx.Client, chats: list[Chat], answers: list[dict[str, Any]]) -> int:
+    """Send the second turns, and return how many found the first turn in the cache of their server."""
+    n = 0
+    for chat, answer in zip(chats, answers, strict=True):
+        said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        made = complete(client, [*chat, said, {"role": "user", "content": "Go on."}])
+        cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
+        n += cached >= answer["usage"]["prompt_tokens"] - 1
+    return n
+
+
+def test_kv_aware_routes_by_the_events_of_the_workers(workers: list[Worker], tmp_path: Path) -> None:
+    """The router did not see the first turns, so it knows their places from the events only."""
+    sources = [flag for worker in workers for flag in worker.source]
+    flags = ("--policy", "kv_aware", "--kv-event-model", "smollm2", *sources)
+    with router(tmp_path, workers, *flags) as client:
+        chats = first_turns("Events")
+        answers = [complete(workers[i % 2].server.http, chat) for i, chat in enumerate(chats)]
+        assert n_hits(client, chats, answers) >= 0.95 * N_CHATS
+    log = (tmp_path / "router.log").read_text("utf-8")
+    assert "decode batch" not in log
+
+
+def test_cache_aware_routes_by_the_texts_that_it_has_sent(workers: list[Worker], tmp_path: Path) -> None:
+    flags = ("--policy", "cache_aware", "--balance-abs-threshold", "1")
+    before = [worker.server.metric("vllm:request_success_total") for worker in workers]
+    with router(tmp_path, workers, *flags) as client:
+        chats = first_turns("Texts")
+        with ThreadPoolExecutor(4) as pool:
+            answers = [*pool.map(lambda chat: complete(client, chat), chats)]
+        served = [
+            worker.server.metric("vllm:request_success_total") - n
+            for worker, n in zip(workers, before, strict=True)
+        ]
+        assert min(served) > 0
+        assert n_hits(client, chats, answers) >= 0.95 * N_CHATS
