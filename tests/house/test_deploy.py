@@ -1,4 +1,4 @@
-"""The systemd unit and the Dockerfile match the server. Neither is built or started here."""
+"""The systemd unit, the Dockerfile and the Kubernetes manifests match the server. None is started here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
 
 from llaisys.cli.config_flags import add_config_flags, overrides_of
 from llaisys.config import Config
 
 ROOT = Path(__file__).parents[2]
+MANIFESTS = ROOT / "configs" / "kubernetes" / "llaisys.yaml"
+# The oldest version that had support when the manifests were written.
+KUBERNETES = "1.33"
 UNIT = ROOT / "configs" / "llaisys.service"
 # Restrictions that protect the machine from a compromised server.
 HARDENING = {
@@ -87,3 +94,62 @@ def test_the_image_does_not_run_as_root_and_stops_by_the_signal_that_drains() ->
 def test_local_files_are_excluded_from_the_image() -> None:
     ignored = set((ROOT / ".dockerignore").read_text("utf-8").splitlines())
     assert {".git", ".venv*", "target", "**/*.so", "**/*.pem", "**/*.env", "webui/node_modules"} <= ignored
+
+
+def manifests() -> dict[str, Any]:
+    """Return the manifests by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all(MANIFESTS.read_text("utf-8"))}
+
+
+def container() -> dict[str, Any]:
+    (made,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    return dict(made)
+
+
+def test_the_manifests_are_valid() -> None:
+    for manifest in manifests().values():
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def test_every_manifest_selects_the_pods_of_the_deployment() -> None:
+    found = manifests()
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert found["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert found["Service"]["spec"]["selector"] == labels
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    target = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    assert target["name"] == found["Deployment"]["metadata"]["name"]
+    claim = found["Deployment"]["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"][
+        "claimName"
+    ]
+    assert claim == found["PersistentVolumeClaim"]["metadata"]["name"]
+
+
+def test_the_container_starts_a_command_that_exists_and_probes_routes_that_exist() -> None:
+    verb, *arguments = container()["args"]
+    assert verb == "serve"
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    given = overrides_of(parser.parse_args(arguments))
+    assert given["engine_process"] is True
+    probes = {name: container()[name]["httpGet"]["path"] for name in container() if name.endswith("Probe")}
+    assert probes == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/livez"}
+    (port,) = container()["ports"]
+    assert port["containerPort"] == Config().port
+
+
+def test_a_pod_has_time_to_leave_the_proxies_and_to_drain() -> None:
+    pod = manifests()["Deployment"]["spec"]["template"]["spec"]
+    sleep, pause_s = container()["lifecycle"]["preStop"]["exec"]["command"]
+    arguments = container()["args"]
+    shutdown_s = int(arguments[arguments.index("--shutdown-timeout") + 1])
+    assert sleep == "sleep"
+    assert pod["terminationGracePeriodSeconds"] >= int(pause_s) + shutdown_s + 10
+    assert manifests()["Deployment"]["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert pod["securityContext"]["runAsNonRoot"] is True
+
+
+def test_the_autoscaler_reads_a_metric_of_the_server() -> None:
+    (metric,) = manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    assert f'"{name}"' in (ROOT / "python" / "llaisys" / "server" / "metrics.py").read_text("utf-8")
