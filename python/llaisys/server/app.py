@@ -29,6 +29,7 @@ from llaisys.server.middleware.auth import AuthMiddleware
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
 from llaisys.server.middleware.rate_limits import QueueLimitMiddleware, RateLimitMiddleware
+from llaisys.server.middleware.root_path import RootPathMiddleware
 from llaisys.server.protocol import field_error
 from llaisys.server.routes import (
     chat,
@@ -74,12 +75,15 @@ def show_openapi(request: Request) -> Response:
     return Response(to_json(request.app.openapi()), media_type="application/json")
 
 
-def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> dict[str, Any]:
+def openapi_of(
+    app: FastAPI, open_paths: Collection[str], *, has_keys: bool, root_path: str = ""
+) -> dict[str, Any]:
     """Build the OpenAPI document: without FastAPI's 422, which is a 400 here, and with the security scheme.
 
-    `open_paths`: paths that need no key.
+    `open_paths`: paths that need no key. `root_path`: the path of the server behind a proxy.
     """
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    servers = [{"url": root_path}] if root_path else None
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
@@ -95,8 +99,9 @@ def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> 
 def create_app(state: ServerState, port: int) -> ASGIApp:
     """Return the server as one ASGI application, bound to `port`.
 
-    From the outside in: access log, Host and Origin, CORS (if origins are listed), API key, rate limits, body
-    limits, queue limit, routes. None is a BaseHTTPMiddleware, which would hide a client's disconnection.
+    From the outside in: root path (if set), access log, Host and Origin, CORS (if origins are listed), API
+    key, rate limits, body limits, queue limit, routes. None is a BaseHTTPMiddleware, which would hide a
+    client's disconnection.
     """
     routes = _routes(state)
     config = state.config
@@ -116,7 +121,8 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
             expose_headers=EXPOSED_HEADERS,
         )
     app = HostMiddleware(app, HostRule.of(config, port), config.allowed_origins)
-    return AccessLogMiddleware(app, state.metrics, state.tracer)
+    app = AccessLogMiddleware(app, state.metrics, state.tracer, sends_id=config.enable_request_id_headers)
+    return RootPathMiddleware(app, config.root_path) if config.root_path else app
 
 
 def create_handlers(state: ServerState) -> ASGIApp:
@@ -135,7 +141,9 @@ def _routes(state: ServerState) -> FastAPI:
         responses=error_responses(*COMMON_STATUSES),
     )
     app.state.server = state
-    document = cache(partial(openapi_of, app, PROBES, has_keys=bool(state.keys)))
+    document = cache(
+        partial(openapi_of, app, PROBES, has_keys=bool(state.keys), root_path=state.config.root_path)
+    )
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.webui = static.load_webui()
     api = (
