@@ -52,6 +52,54 @@ async def test_more_than_the_limit_are_refused_by_name(
         engine.calls.clear()
 
 
+async def test_requested_ids_take_the_place_of_the_best(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
+    """The number of best candidates has no effect, and the order is by logprob."""
+    for n in (0, 5):
+        body = {**BODIES[CHAT], "top_logprobs": n, "logprob_token_ids": [7, 101, 3]}
+        made = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
+        tokens = [[each["token"] for each in entry["top_logprobs"]] for entry in made]
+        assert tokens == [["<3>", *own, "<7>", *last] for own, last in EXPECTED]
+        assert [entry["logprob"] for entry in made] == [-1.0, -1.0, -1.0]
+        body = {**BODIES[COMPLETIONS], "logprobs": n, "logprob_token_ids": [7, 101, 3]}
+        made = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["logprobs"]
+        assert [list(top) for top in made["top_logprobs"]] == tokens
+    assert {call.params.logprobs for call in engine.calls} == {3}
+
+
+EXPECTED = [(["Hel"], ["<101>"]), (["lo"], []), (["!"], ["<101>"])]
+
+
+async def test_an_echoed_prompt_keeps_its_best_candidates(client: httpx.AsyncClient) -> None:
+    body = {**BODIES[COMPLETIONS], "echo": True, "logprobs": 1, "logprob_token_ids": [7, 3]}
+    made = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["logprobs"]
+    assert made["top_logprobs"][1:3] == [
+        {"best": -0.5, "<105>": -1.0},
+        {"<3>": -0.75, "Hel": -1.0, "<7>": -1.75},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"logprobs": None, "logprob_token_ids": [3]}, "needs logprobs"),
+        ({"logprob_token_ids": [-3]}, "is -3"),
+        ({"logprob_token_ids": 3}, "valid list"),
+        ({"logprob_token_ids": ["a"]}, "valid integer"),
+    ],
+)
+async def test_wrong_requested_ids_are_refused_by_name(
+    engine: FakeService, client: httpx.AsyncClient, body: dict[str, Any], says: str
+) -> None:
+    for url, base in BODIES.items():
+        response = await client.post(url, json={**base, "logprobs": url == CHAT or 1, **body})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"].split("[")[0]) == (400, "logprob_token_ids")
+        assert says in error["message"]
+    assert not engine.calls
+
+
 async def test_the_server_asks_for_deltas(engine: FakeService, client: httpx.AsyncClient) -> None:
     for url, body in BODIES.items():
         await client.post(url, json={**body, "logprobs": None})
