@@ -29,7 +29,6 @@ from llaisys.server.middleware.auth import AuthMiddleware
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
 from llaisys.server.middleware.rate_limits import QueueLimitMiddleware, RateLimitMiddleware
-from llaisys.server.middleware.root_path import RootPathMiddleware
 from llaisys.server.protocol import field_error
 from llaisys.server.routes import (
     chat,
@@ -99,9 +98,8 @@ def openapi_of(
 def create_app(state: ServerState, port: int) -> ASGIApp:
     """Return the server as one ASGI application, bound to `port`.
 
-    From the outside in: root path (if set), access log, Host and Origin, CORS (if origins are listed), API
-    key, rate limits, body limits, queue limit, routes. None is a BaseHTTPMiddleware, which would hide a
-    client's disconnection.
+    From the outside in: access log, Host and Origin, CORS (if origins are listed), API key, rate limits, body
+    limits, queue limit, routes. None is a BaseHTTPMiddleware, which would hide a client's disconnection.
     """
     routes = _routes(state)
     config = state.config
@@ -121,8 +119,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
             expose_headers=EXPOSED_HEADERS,
         )
     app = HostMiddleware(app, HostRule.of(config, port), config.allowed_origins)
-    app = AccessLogMiddleware(app, state.metrics, state.tracer, sends_id=config.enable_request_id_headers)
-    return RootPathMiddleware(app, config.root_path) if config.root_path else app
+    return AccessLogMiddleware(app, state.metrics, state.tracer, sends_id=config.enable_request_id_headers)
 
 
 def create_handlers(state: ServerState) -> ASGIApp:

@@ -6,6 +6,7 @@ module of the server.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ def _bias_object(value: Any) -> Any:
             raise PydanticCustomError(
                 "logit_bias",
                 "has the entry {entry}, expected [token id, number or false]",
-                {"entry": repr(pair)[:64]},
+                {"entry": reprlib.repr(pair)},
             )
     return {str(token): FORBIDS if bias is False else bias for token, bias in value}
 
