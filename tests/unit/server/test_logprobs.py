@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from fakes import core
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.outputs import Logprob
+from llaisys.server.completion_builder import chat_logprobs
 from llaisys.server.logprobs import tokens_per_chunk
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -98,6 +100,32 @@ async def test_wrong_requested_ids_are_refused_by_name(
         assert (response.status_code, error["param"].split("[")[0]) == (400, "logprob_token_ids")
         assert says in error["message"]
     assert not engine.calls
+
+
+@pytest.mark.parametrize(("n_ids", "on_thread"), [(20, False), (30, True)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_logprobs_are_written_on_a_thread(
+    engine: FakeService,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    n_ids: int,
+    on_thread: bool,
+    stream: bool,
+) -> None:
+    threads: set[int] = set()
+
+    def write(*given: Any, **options: Any) -> dict[str, Any]:
+        threads.add(threading.get_ident())
+        return chat_logprobs(*given, **options)
+
+    monkeypatch.setattr("llaisys.server.routes.chat.chat_logprobs", write)
+    engine.config = Config(max_logprobs=-1)
+    body = {**BODIES[CHAT], "stream": stream, "logprob_token_ids": list(range(n_ids))}
+    response = await client.post(CHAT, json=body)
+    assert response.status_code == 200
+    assert response.text.count("top_logprobs") == 3
+    assert threads
+    assert (threading.get_ident() not in threads) == on_thread
 
 
 async def test_the_server_asks_for_deltas(engine: FakeService, client: httpx.AsyncClient) -> None:
