@@ -2,9 +2,11 @@ import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { defineConfig } from "vitest/config";
 
 // The build goes into the package, so that the wheel holds it. Every asset lies in `assets/` under a name with its
-// content's hash: browsers may keep it for ever. Nothing is inlined as `data:`, which the policy would refuse.
+// content's hash: browsers may keep it for ever. Their URLs are relative, because a proxy may serve the page below a path.
+// Nothing is inlined as `data:`, which the policy would refuse.
 export default defineConfig({
   plugins: [svelte()],
+  base: "./",
   build: {
     outDir: "../python/llaisys/webui",
     emptyOutDir: true,

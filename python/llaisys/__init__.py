@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llaisys.outputs import PoolingOutput as PoolingOutput
     from llaisys.outputs import PoolingRequestOutput as PoolingRequestOutput
     from llaisys.outputs import RequestOutput as RequestOutput
+    from llaisys.outputs import RequestStateStats as RequestStateStats
     from llaisys.outputs import ScoringOutput as ScoringOutput
     from llaisys.outputs import ScoringRequestOutput as ScoringRequestOutput
     from llaisys.pooling_params import PoolingParams as PoolingParams
@@ -62,6 +63,7 @@ _MODULES = {
     "PoolingOutput": "llaisys.outputs",
     "PoolingRequestOutput": "llaisys.outputs",
     "RequestOutput": "llaisys.outputs",
+    "RequestStateStats": "llaisys.outputs",
     "ScoringOutput": "llaisys.outputs",
     "ScoringRequestOutput": "llaisys.outputs",
     "PoolingParams": "llaisys.pooling_params",

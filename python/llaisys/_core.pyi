@@ -63,10 +63,11 @@ class SamplerSpec:
     """Sampling parameters of one sequence. See `SamplingParams` for their meanings.
 
     `stop_ids` are used only with `min_tokens`: they are masked until that many tokens were sampled.
-    `top_logprobs`: -1 (the default) returns no logprobs, 0 only the sampled token's. `allowed_ids`: empty
-    allows all ids. `bad_words`: token sequences, none of them empty. `prompt_logprobs`: with n (-1: off), a
-    row inside the prompt that requests logits returns the prompt's next token with its logprob and the n
-    best. That token does not count as output.
+    `top_logprobs`: -1 (the default) returns no logprobs, 0 only the sampled token's. `logprob_ids`: if not
+    empty, these ids take the place of the best ones. `allowed_ids`: empty allows all ids. `bad_words`: token
+    sequences, none of them empty. `prompt_logprobs`: with n (-1: off), a row inside the prompt that requests
+    logits returns the prompt's next token with its logprob and the n best. That token does not count as
+    output.
     """
 
     def __new__(
@@ -88,6 +89,7 @@ class SamplerSpec:
         seed: int = 0,
         choice: int = 0,
         top_logprobs: int = ...,
+        logprob_ids: list[int] = ...,
         prompt_logprobs: int = ...,
     ) -> SamplerSpec: ...
 

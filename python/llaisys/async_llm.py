@@ -251,7 +251,7 @@ class AsyncLLM(AsyncText):
                     pooling=pooling,
                 )
             )
-            self._request_stats.record_submission(request_id, len(ids), params, arrival_s)
+            self._request_stats.record_submission(request_id, len(ids), params, arrival_s, time.time())
             whole = OutputAccumulator(params.output_kind, empty_output(request_id, text, ids, params.n))
             finished = False
             while not finished:

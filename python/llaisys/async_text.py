@@ -30,6 +30,11 @@ class AsyncText(ABC):
     def max_model_len(self) -> int:
         """The longest request in tokens, prompt and completion together."""
 
+    @property
+    def template_text(self) -> str:
+        """The source of the model's chat template; empty if it has none."""
+        return "" if self._model.template is None else self._model.template.text
+
     async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],

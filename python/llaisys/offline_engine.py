@@ -26,7 +26,7 @@ from llaisys.grammar_trials import GrammarTrials
 from llaisys.model_assets import ModelAssets
 from llaisys.model_info import Pooling
 from llaisys.output_processor import OutputProcessor, append_delta, empty_output
-from llaisys.outputs import RequestId, RequestOutput
+from llaisys.outputs import RequestId, RequestOutput, RequestStateStats
 from llaisys.prompt import Prompt, read_prompt, tokenize_bad_words, truncate_prompt
 from llaisys.sampling_params import SamplingParams
 
@@ -195,7 +195,7 @@ class GenerateCall:
         self._eos = tuple(model.info.eos_token_ids)
         self._processor = OutputProcessor(model.tokenizer)
         self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
-        self._open: set[RequestId] = set()
+        self._open: dict[RequestId, RequestStateStats] = {}
 
     def deltas(self, prepared: Sequence[PreparedPrompt]) -> Iterator[RequestOutput]:
         """Yield deltas in the order of the engine's outputs.
@@ -242,7 +242,7 @@ class GenerateCall:
             self._router.unregister(prompt.request_id)
             raise
         self._processor.add(prompt.request_id, prompt.text, prompt.ids, prompt.params)
-        self._open.add(prompt.request_id)
+        self._open[prompt.request_id] = RequestStateStats(time.time(), now_s)
         return True
 
     def _process(self, output: EngineOutput) -> RequestOutput | None:
@@ -250,19 +250,23 @@ class GenerateCall:
         if output.request_id not in self._open:
             return None
         if isinstance(output.error, EngineDeadError):
-            self._open.remove(output.request_id)
+            del self._open[output.request_id]
             raise output.error
         if not self._processor.expects(output):
             return None
         if output.error is not None:
             log.error("request %s: %s", output.request_id, output.error)
         delta = self._processor.process(output)
+        if delta.embedding is None:
+            delta.metrics = self._open[output.request_id]
+            if n_tokens := len(delta.outputs[0].token_ids):
+                delta.metrics.record_tokens(n_tokens, delta.queued_s, time.monotonic())
         if delta.prompt_logprobs is not None:
             delta.prompt_logprobs = list(delta.prompt_logprobs)
         if output.finish_reason is None and delta.outputs[0].finish_reason is not None:
             self._client.cancel(output.request_id, output.index)
         if delta.finished:
-            self._open.remove(output.request_id)
+            del self._open[output.request_id]
         return delta
 
 

@@ -117,7 +117,8 @@ class OutputProcessor:
         named = partial(self._named_logprobs, detokenize=request.params.detokenize)
         if request.params.logprobs is not None:
             kept = (output.new_logprobs or [])[:n_kept]
-            logprobs = [named(entry) for entry in kept]
+            ranked = not request.params.logprob_token_ids
+            logprobs = [named(entry, ranked=ranked) for entry in kept]
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(e.logprob for e in kept)
         prompt_logprobs = None
         if output.new_prompt_logprobs is not None:
@@ -145,14 +146,18 @@ class OutputProcessor:
             queued_s=output.queued_s,
         )
 
-    def _named_logprobs(self, entry: TokenLogprobs, *, detokenize: bool) -> dict[int, Logprob]:
-        """Return token id -> Logprob: the sampled (or prompt) token first, then the best in descending
-        order."""
+    def _named_logprobs(
+        self, entry: TokenLogprobs, *, detokenize: bool, ranked: bool = True
+    ) -> dict[int, Logprob]:
+        """Return token id -> Logprob: the sampled (or prompt) token first, then the others in their order.
+
+        `ranked`: the others are the best ones, so that their order is their rank.
+        """
         text = self._tokenizer.token_text if detokenize else _no_text
         named = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
             if token_id != entry.token_id:
-                named[token_id] = Logprob(logprob, rank, text(token_id))
+                named[token_id] = Logprob(logprob, rank if ranked else None, text(token_id))
         return named
 
 
@@ -199,6 +204,7 @@ def append_delta(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.embedding = whole.embedding or delta.embedding
     whole.queued_s = max(whole.queued_s, delta.queued_s)
+    whole.metrics = delta.metrics or whole.metrics
 
 
 class OutputAccumulator:

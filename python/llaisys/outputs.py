@@ -73,12 +73,40 @@ class CompletionUsage:
 
 
 @dataclass(slots=True)
+class RequestStateStats:
+    """The times and the tokens of a request so far, with vLLM's names. Later outputs update the same object.
+
+    - `arrival_time`: Unix time of the submission.
+    - `queued_ts` (submitted), `scheduled_ts` (first admitted), `first_token_ts`, `last_token_ts` (delivered):
+      `time.monotonic` seconds, 0.0 before.
+    - `num_generation_tokens`: of all choices. `first_token_latency`: seconds from submission to first token.
+    """
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+
+    def record_tokens(self, n_tokens: int, queued_s: float, now_s: float) -> None:
+        """Count new tokens that arrived at `now_s`. `queued_s`: of the request's first output."""
+        if not self.num_generation_tokens:
+            self.scheduled_ts = self.queued_ts + queued_s
+            self.first_token_ts, self.first_token_latency = now_s, now_s - self.queued_ts
+        self.last_token_ts = now_s
+        self.num_generation_tokens += n_tokens
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The output of a request, with vLLM's fields and some additional ones.
 
     - `prompt_logprobs`, if requested: one entry per prompt token, None for the first.
     - `embedding`, if requested in place of a completion: `[d_model]` float32, little endian, L2 norm 1.
     - `queued_s`: seconds from arrival until first admission, set in the first delta.
+    - `metrics`: the times of the request; None for an embedding, and for a request that was not submitted.
     """
 
     request_id: RequestId
@@ -90,6 +118,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     embedding: bytes | None = None
     queued_s: float = 0.0
+    metrics: RequestStateStats | None = None
 
     @property
     def usage(self) -> CompletionUsage:

@@ -112,6 +112,9 @@ class SamplingParams:
       distribution before any of the above. `prompt_logprobs`: the same for each prompt token except the
       first, which has no predecessor. Such a prompt is computed as a whole, without the prefix cache. Both
       are limited by the engine's `max_logprobs`; -1 is the whole vocabulary.
+    - `logprob_token_ids`: return the logprobs of these ids instead of the best ones, with the sampled
+      token's. `logprobs` may be left out, or is their number. `max_logprobs` limits them. Only the sampled
+      token has a `rank`.
     - `max_tokens`: None samples until the context is full.
     - `logit_bias`: token id -> value added to the logit, -100 to 100.
     - `structured_outputs`: the constraint of the completion. Not with `ignore_eos` or `min_tokens`, which
@@ -154,6 +157,7 @@ class SamplingParams:
     logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     prediction: str | None = None
@@ -172,6 +176,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_numbers()
         self._check_lists()
+        self._check_logprob_token_ids()
         self._check_output()
         if self.structured_outputs is not None:
             for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
@@ -230,6 +235,17 @@ class SamplingParams:
                 f"extra_args has {name!r}: no extra argument is supported", param="extra_args"
             )
 
+    def _check_logprob_token_ids(self) -> None:
+        """Set `logprobs` to the number of the ids. Raises RejectedError if it is another number."""
+        n = len(self.logprob_token_ids or ())
+        if n and self.logprobs not in (None, n):
+            raise RejectedError(
+                f"logprobs is {self.logprobs}, but logprob_token_ids has {n} ids: leave out logprobs",
+                param="logprob_token_ids",
+            )
+        if n:
+            object.__setattr__(self, "logprobs", n)
+
     def _check_lists(self) -> None:
         """Check lengths first, so that a list that is too long costs no work per item."""
         for name, items, most in (
@@ -237,6 +253,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids, STOP_IDS_MAX),
             ("logit_bias", self.logit_bias, BIASES_MAX),
             ("allowed_token_ids", self.allowed_token_ids or (), ALLOWED_IDS_MAX),
+            ("logprob_token_ids", self.logprob_token_ids or (), ALLOWED_IDS_MAX),
             ("bad_words", self.bad_words, BAD_WORDS_MAX),
         ):
             if len(items) > most:
@@ -247,10 +264,9 @@ class SamplingParams:
             raise RejectedError(
                 "allowed_token_ids is empty: no token could be sampled", param="allowed_token_ids"
             )
-        for token in self.allowed_token_ids or ():
-            _whole("allowed_token_ids", token, 0, TOKENS_MAX)
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, TOKENS_MAX)
+        for name in ("allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name) or ():
+                _whole(name, token, 0, TOKENS_MAX)
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, TOKENS_MAX)
             _bounded(f"logit_bias[{token}]", bias, -100.0, 100.0)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-from llaisys.outputs import RequestId, RequestOutput
+from llaisys.outputs import RequestId, RequestOutput, RequestStateStats
 from llaisys.sampling_params import SamplingParams
 
 # Upper bounds in seconds; those of vLLM, so that its dashboards work with our metrics.
@@ -187,14 +187,11 @@ class ServiceStats:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """One open request: its parameters, its times in seconds of the caller's clock, and its tokens."""
+    """One open request: its parameters, its times and its tokens."""
 
     n_prompt: int
     params: SamplingParams
-    arrival_s: float
-    admitted_s: float = 0.0
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
+    state: RequestStateStats
     n_cached: int = 0
     n_generated: Counter[int] = field(default_factory=Counter)  # by choice
 
@@ -228,28 +225,37 @@ class RequestStats:
         self._params_max_tokens = Histogram(bounds)
 
     def record_submission(
-        self, request_id: RequestId, n_prompt: int, params: SamplingParams, arrival_s: float
+        self,
+        request_id: RequestId,
+        n_prompt: int,
+        params: SamplingParams,
+        arrival_s: float,
+        arrival_time: float = 0.0,
     ) -> None:
-        """Record a submitted request."""
-        self._open[request_id] = _OpenRequest(n_prompt, params, arrival_s)
+        """Record a request that was submitted at `arrival_s`, Unix time `arrival_time`."""
+        state = RequestStateStats(arrival_time, arrival_s)
+        self._open[request_id] = _OpenRequest(n_prompt, params, state)
 
     def record_tokens(self, delta: RequestOutput, now_s: float) -> None:
-        """Record the new tokens of one choice. `delta`: from OutputProcessor."""
+        """Record the new tokens of one choice; set `metrics` of `delta`, which is from OutputProcessor."""
         request = self._open.get(delta.request_id)
+        if request is None:
+            return
+        delta.metrics = state = request.state
         completion = delta.outputs[0]
         n_tokens = len(completion.token_ids)
-        if request is None or n_tokens == 0:
+        if n_tokens == 0:
             return
         request.n_cached = max(request.n_cached, delta.num_cached_tokens)
-        if request.first_token_s is None:
+        is_first, previous_s = not state.num_generation_tokens, state.last_token_ts
+        state.record_tokens(n_tokens, delta.queued_s, now_s)
+        if is_first:
             self._prompt_tokens += request.n_prompt
-            request.first_token_s, request.admitted_s = now_s, request.arrival_s + delta.queued_s
-            self._first_token.observe(now_s - request.arrival_s)
+            self._first_token.observe(state.first_token_latency)
             self._queue.observe(delta.queued_s)
-            self._prefill.observe(now_s - request.admitted_s)
+            self._prefill.observe(now_s - state.scheduled_ts)
         else:
-            self._inter_token.observe((now_s - request.last_token_s) / n_tokens)
-        request.last_token_s = now_s
+            self._inter_token.observe((now_s - previous_s) / n_tokens)
         request.n_generated[completion.index] += n_tokens
         self._generation_tokens += n_tokens
 
@@ -260,7 +266,7 @@ class RequestStats:
             return
         self._prompt_tokens += request.n_prompt
         self._queue.observe(delta.queued_s)
-        self._prefill.observe(now_s - request.arrival_s - delta.queued_s)
+        self._prefill.observe(now_s - request.state.queued_ts - delta.queued_s)
 
     def record_end(self, request_id: RequestId, reason: str, now_s: float) -> None:
         """Record a request's end. No effect for a request that is not open."""
@@ -268,7 +274,8 @@ class RequestStats:
         if request is None:
             return
         self._finished[reason] += 1
-        self._end_to_end.observe(now_s - request.arrival_s)
+        state = request.state
+        self._end_to_end.observe(now_s - state.queued_ts)
         n_generated = request.n_generated.total()
         self._prompt_sizes.observe(request.n_prompt)
         self._completion_sizes.observe(n_generated)
@@ -276,11 +283,11 @@ class RequestStats:
         self._params_n.observe(request.params.n)
         if request.params.max_tokens is not None:
             self._params_max_tokens.observe(request.params.max_tokens)
-        if request.first_token_s is not None:
+        if n_generated:
             self._computed.observe(request.n_prompt - request.n_cached)
-            decode_s = request.last_token_s - request.first_token_s
+            decode_s = state.last_token_ts - state.first_token_ts
             self._decode.observe(decode_s)
-            self._inference.observe(request.last_token_s - request.admitted_s)
+            self._inference.observe(state.last_token_ts - state.scheduled_ts)
             if n_generated > 1:
                 self._per_token.observe(decode_s / (n_generated - 1))
 

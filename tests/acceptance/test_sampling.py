@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,26 @@ def test_the_narrowest_setting_of_each_bound_is_greedy(
     llm: LLM, golden: Golden, narrow: dict[str, float]
 ) -> None:
     assert ids(llm, golden.prompts[1], seed=3, **narrow) == golden.greedy[1]
+
+
+def test_requested_ids_have_the_bits_that_they_have_among_all(golden: Golden) -> None:
+    engine = LLM(str(FOLDER), dtype="float32", max_logprobs=-1)
+    wanted = [3, 500, 7, 0]
+    prompt = {"prompt_token_ids": golden.prompts[1]}
+    params: dict[str, Any] = {"seed": 3, "temperature": 0.9, "logit_bias": {7: 5.0}, "ignore_eos": True}
+    (whole,), (some,) = (
+        engine.generate(prompt, SamplingParams(max_tokens=12, **params, **more))[0].outputs
+        for more in ({"logprobs": -1}, {"logprob_token_ids": wanted})
+    )
+    assert some.token_ids == whole.token_ids
+    assert some.cumulative_logprob == whole.cumulative_logprob
+    for token_id, every, named in zip(
+        whole.token_ids, whole.logprobs or (), some.logprobs or (), strict=True
+    ):
+        assert list(named) == list(dict.fromkeys([token_id, *wanted]))
+        assert {id: each.logprob for id, each in named.items()} == {id: every[id].logprob for id in named}
+        assert [each.rank for each in named.values()] == [every[token_id].rank] + [None] * (len(named) - 1)
+    engine.close()
 
 
 def test_top_k_never_leaves_the_best(llm: LLM, golden: Golden) -> None:

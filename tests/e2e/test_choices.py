@@ -177,6 +177,24 @@ def test_a_scored_prompt_has_the_logprobs_of_its_generation(client: openai.OpenA
     assert echoed.logprobs.token_logprobs[len(PROMPT) : -1] == made.logprobs.token_logprobs
 
 
+def test_requested_ids_have_the_logprobs_that_they_have_among_the_best(client: openai.OpenAI) -> None:
+    def tops(**more: Any) -> list[dict[str, float]]:
+        extra = {"return_tokens_as_token_ids": True, **more}
+        made = complete(client, prompt=PROMPT, logprobs=3, extra_body=extra).choices[0].logprobs
+        assert made is not None
+        return made.top_logprobs or []
+
+    best = tops()
+    ids = [int(name.removeprefix("token_id:")) for name in best[0]]
+    named = tops(logprob_token_ids=ids)
+    assert named[0] == best[0]
+    assert all(set(best[0]) <= set(each) for each in named)
+    for wrong, says in ((list(range(21)), "21 ids"), ([1 << 20], f"token id {1 << 20}")):
+        with pytest.raises(openai.BadRequestError, match=says) as caught:
+            tops(logprob_token_ids=wrong)
+        assert caught.value.param == "logprob_token_ids"
+
+
 def test_only_allowed_ids_are_sampled(client: openai.OpenAI) -> None:
     body = {"allowed_token_ids": [17, 42, 99], "return_token_ids": True}
     response = complete(client, prompt=PROMPT, n=2, max_tokens=30, extra_body=body)

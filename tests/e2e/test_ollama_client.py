@@ -34,6 +34,7 @@ def test_the_model_is_listed_shown_and_loaded(client: ollama.Client) -> None:
     assert shown.capabilities is not None
     assert "completion" in shown.capabilities
     assert shown.details == listed.details
+    assert (shown.template or "").startswith("{%- for m in messages %}")
     (loaded,) = client.ps().models
     assert (loaded.model, loaded.context_length) == ("tiny", 65536)
 

@@ -54,6 +54,7 @@ class SamplerSpec:
     seed: int = 0
     choice: int = 0
     top_logprobs: int = -1
+    logprob_ids: list[int] = field(default_factory=list)
     prompt_logprobs: int = -1
 
     def __post_init__(self) -> None:
@@ -294,6 +295,7 @@ class Context:
                 n_top = min(sequence.spec.top_logprobs, VOCAB_SIZE)
                 n_ids = N_PLAIN if n_top <= N_PLAIN else VOCAB_SIZE
                 top = [((ids[-1] + i) % n_ids, -0.5 - i) for i in range(n_top)]
+                top = [(id, -1.0 - id) for id in sequence.spec.logprob_ids] or top
                 logprobs.append((len(ids) - 1, -0.5, 1, top))
         return SimpleNamespace(
             rows=np.array(rows, np.int32),

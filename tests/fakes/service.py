@@ -14,7 +14,7 @@ from llaisys.config import Config
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.output_formats import OutputFormats
-from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
+from llaisys.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.chat_template import ChatTemplate
@@ -113,12 +113,17 @@ class FakeService:
     template: ChatTemplate | None = None
     grammar_error: Exception | None = None
     embedding_error: LlaisysError | None = None
+    metrics: RequestStateStats | None = None
     n_open: int = 0
     n_open_most: int = 0
 
     @property
     def model_info(self) -> ModelInfo:
         return ModelInfo(**json.loads(core.inspect("fake")))
+
+    @property
+    def template_text(self) -> str:
+        return "" if self.template is None else self.template.text
 
     @property
     def pooling(self) -> Pooling:
@@ -234,7 +239,10 @@ class FakeService:
         logprobs = None
         if call.params.logprobs is not None:
             logprobs = [
-                candidates(i, text, call.params.logprobs) for i, text in zip(ids, piece.tokens, strict=True)
+                requested(i, text, call.params.logprob_token_ids)
+                if call.params.logprob_token_ids
+                else candidates(i, text, call.params.logprobs)
+                for i, text in zip(ids, piece.tokens, strict=True)
             ]
         prompt_ids = call.prompt if isinstance(call.prompt, list) else list(call.prompt.encode())
         prompt_logprobs = None
@@ -260,6 +268,7 @@ class FakeService:
             finished=call.n_choices_ended == call.params.n,
             num_cached_tokens=n_cached,
             prompt_logprobs=prompt_logprobs,
+            metrics=self.metrics,
         )
 
 
@@ -273,3 +282,10 @@ def candidates(token_id: int, text: str, n_top: int) -> dict[int, Logprob]:
     ]
     named |= dict(best[:n_top])
     return named
+
+
+def requested(token_id: int, text: str, ids: Sequence[int]) -> dict[int, Logprob]:
+    """Return the sampled token and the ids of `logprob_token_ids`, as the service does."""
+    return {token_id: Logprob(-1.0, 2, text)} | {
+        id: Logprob(-0.25 * id, None, f"<{id}>") for id in ids if id != token_id
+    }

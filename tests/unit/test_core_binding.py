@@ -49,6 +49,7 @@ def test_an_invalid_setting_is_rejected_with_its_bounds(settings: dict[str, Any]
         ({"stop_ids": [-1]}, "stop_ids is -1"),
         ({"logit_bias": [(2**40, 1.0)]}, "logit_bias"),
         ({"top_logprobs": -2}, "top_logprobs is -2"),
+        ({"logprob_ids": [-1]}, "logprob_ids is -1"),
         ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
         ({"allowed_ids": [-1]}, "allowed_ids is -1"),
         ({"bad_words": [[1], [2, -1]]}, "bad_words is -1"),

@@ -56,6 +56,10 @@ def test_a_whole_completion(llm: LLM) -> None:
     (output,) = llm.generate(prompt(1, 2), SamplingParams(temperature=0, max_tokens=3, logprobs=1))
     (answer,) = output.outputs
     assert output.finished
+    assert output.metrics is not None
+    assert output.metrics.num_generation_tokens == 3
+    times = output.metrics
+    assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
     assert answer.text == text.tokenizer().decode(answer.token_ids, True)
     assert (answer.index, answer.finish_reason, answer.stop_reason) == (0, "length", None)
     assert answer.logprobs is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -44,6 +45,21 @@ async def test_outputs_are_cumulative_by_default(service: AsyncLLM) -> None:
         assert output.usage.completion_tokens == len(choice.token_ids)
     assert outputs[-1].outputs[0].text == text.tokenizer().decode(ids, True)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+async def test_outputs_have_the_times_of_their_request(service: AsyncLLM) -> None:
+    before, before_s = time.time(), time.monotonic()
+    for kind in RequestOutputKind:
+        outputs = await outputs_of(service, output_kind=kind, n=2)
+        assert len({id(output.metrics) for output in outputs}) == 1
+        metrics = outputs[-1].metrics
+        assert metrics is not None
+        assert metrics.num_generation_tokens == 20
+        assert before <= metrics.arrival_time <= time.time()
+        times = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
+        times = [before_s, *times, time.monotonic()]
+        assert times == sorted(times)
+        assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts
 
 
 async def test_the_final_output_alone(service: AsyncLLM) -> None:

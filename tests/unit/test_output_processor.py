@@ -108,6 +108,15 @@ def test_logprobs_name_their_tokens_and_follow_the_kept_ids() -> None:
     assert second.outputs[0].cumulative_logprob == -2.5
 
 
+def test_requested_ids_have_no_rank_of_their_own() -> None:
+    a, b, c = ids("abc")
+    processor = opened(logprob_token_ids=[c, a])
+    entry = TokenLogprobs(a, -1.5, 2, [(c, -9.0), (a, -1.5)])
+    (named,) = processor.process(EngineOutput("r", [a], [entry])).outputs[0].logprobs or ()
+    assert named == {a: Logprob(-1.5, 2, "a"), c: Logprob(-9.0, None, "c")}
+    assert b not in named
+
+
 def test_no_logprobs_unless_requested() -> None:
     answer = opened().process(news(ids("a"))).outputs[0]
     assert (answer.logprobs, answer.cumulative_logprob) == (None, None)

@@ -43,6 +43,9 @@ def test_equivalent_values() -> None:
         ({"frequency_penalty": -2.1}, "frequency_penalty", "2.0"),
         ({"seed": 2**63}, "seed", "9223372036854775807"),
         ({"logprobs": -2}, "logprobs", "-1 to"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids", "-1"),
+        ({"logprob_token_ids": [True]}, "logprob_token_ids", "whole number"),
+        ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprob_token_ids", "logprobs is 3"),
         ({"prompt_logprobs": -2}, "prompt_logprobs", "-1 to"),
         ({"detokenize": False, "stop": "x"}, "stop", "detokenize"),
         ({"output_kind": 1}, "output_kind", "RequestOutputKind"),
@@ -64,6 +67,12 @@ def test_invalid_values_name_the_field_and_the_bound(bad: dict[str, Any], param:
     assert param.split("[")[0] in str(caught.value)
     assert says in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_logprob_token_ids_set_the_number_of_logprobs() -> None:
+    assert [SamplingParams(logprob_token_ids=ids).logprobs for ids in ([7, 8], [], None)] == [2, None, None]
+    assert SamplingParams(logprob_token_ids=[], logprobs=3).logprobs == 3
+    assert SamplingParams(logprob_token_ids=[5], logprobs=1).logprobs == 1
 
 
 def test_extra_args_are_refused_by_name() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llaisys.outputs import CompletionOutput, RequestOutput
+from llaisys.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from llaisys.sampling_params import SamplingParams
 from llaisys.stats import EngineStats, Histogram, RequestStats, token_bounds
 
@@ -57,6 +57,19 @@ def test_the_stats_of_one_request() -> None:
     assert [(size.count, size.sum) for size in sizes] == [(1, 7), (1, 4), (1, 3)]
     sizes = (stats.params_n, stats.params_max_tokens, stats.prefill_kv_computed_tokens)
     assert [(size.count, size.sum) for size in sizes] == [(1, 2), (1, 9), (1, 4)]
+
+
+def test_outputs_have_the_times_of_their_request() -> None:
+    stats, first, last = RequestStats(100), news(2, queued_s=0.25), news(1)
+    stats.record_submission("a", 7, SamplingParams(), 100.0, 1.7e9)
+    nothing = news(0)
+    stats.record_tokens(nothing, 100.5)
+    assert nothing.metrics == RequestStateStats(1.7e9, 100.0)
+    stats.record_tokens(first, 101.0)
+    assert first.metrics == RequestStateStats(1.7e9, 100.0, 100.25, 101.0, 101.0, 1.0, 2)
+    stats.record_tokens(last, 104.0)
+    assert last.metrics == RequestStateStats(1.7e9, 100.0, 100.25, 101.0, 104.0, 1.0, 3)
+    assert last.metrics is first.metrics
 
 
 def test_a_request_without_a_token_counts_no_prompt() -> None:

@@ -34,10 +34,20 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve the tiny model with a long context under two names; four requests run at once."""
+    """Serve the tiny model with a long context under two names and below /llm; four requests run."""
     folder = tmp_path_factory.mktemp("tiny")
     names = ("--served-model-name", "tiny", "--served-model-name", "other")
-    flags = (*names, "--num-kv-cells", "131072", "--max-num-seqs", "4", "--dtype", "float32")
+    flags = (
+        *names,
+        "--root-path",
+        "/llm",
+        "--num-kv-cells",
+        "131072",
+        "--max-num-seqs",
+        "4",
+        "--dtype",
+        "float32",
+    )
     with serving(folder, str(long_model(folder)), *flags) as server:
         yield server
 

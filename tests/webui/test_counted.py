@@ -50,9 +50,21 @@ def test_the_first_load_is_small(tiny: Server, context: BrowserContext) -> None:
     assert total <= FIRST_LOAD_BYTES_MAX, f"{total} bytes: {files}"
 
 
+def test_it_works_below_the_path_of_a_proxy(tiny: Server, context: BrowserContext) -> None:
+    """Every request stays below the path, also those of a chat."""
+    loaded: list[str] = []
+    context.on("request", lambda request: loaded.append(request.url))
+    chat = Chat.open(context, f"{tiny.url}/llm/")
+    chat.with_fields(max_tokens=4, ignore_eos=True)
+    chat.send("Hi")
+    chat.done()
+    assert any(url.endswith("/v1/chat/completions") for url in loaded)
+    assert [url for url in loaded if not url.startswith(f"{tiny.url}/llm/")] == []
+
+
 def test_the_server_sends_it_compressed(tiny: Server) -> None:
     page = tiny.http.get("/")
-    names = re.findall(r'"(/assets/[^"]+\.js)"', page.text)
+    names = re.findall(r'"\.(/assets/[^"]+\.js)"', page.text)
     assert names
     for name in names:
         with tiny.http.stream("GET", name, headers={"accept-encoding": "gzip"}) as response:

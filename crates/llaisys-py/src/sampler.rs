@@ -33,6 +33,7 @@ impl SamplerSpec {
         seed = 0,
         choice = 0,
         top_logprobs = -1,
+        logprob_ids = Vec::new(),
         prompt_logprobs = -1,
     ))]
     fn new(
@@ -53,6 +54,7 @@ impl SamplerSpec {
         seed: i128,
         choice: i64,
         top_logprobs: i64,
+        logprob_ids: Vec<i64>,
         prompt_logprobs: i64,
     ) -> PyResult<Self> {
         let build = || -> Result<CoreSpec, Fault> {
@@ -79,6 +81,7 @@ impl SamplerSpec {
                 seed: seed_bits(seed)?,
                 choice: natural("choice", choice)?,
                 top_logprobs: unless_off("top_logprobs", top_logprobs)?,
+                logprob_ids: naturals("a token id of logprob_ids", &logprob_ids)?,
                 prompt_logprobs: unless_off("prompt_logprobs", prompt_logprobs)?,
             })
         };

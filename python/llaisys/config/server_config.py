@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -81,6 +82,11 @@ class ServerConfig(BaseModel):
         description="further names under which clients reach the server (Host header), with or without a "
         "port; add the name that a reverse proxy forwards",
     )
+    root_path: str = Field(
+        "",
+        description="path under which a reverse proxy serves this server, such as /llm, whether the proxy "
+        "removes it or not; the OpenAPI document names it",
+    )
     ssl_certfile: Path | None = Field(
         None, description="PEM file of the certificate chain; turns HTTPS on (default: HTTP)"
     )
@@ -122,6 +128,16 @@ class ServerConfig(BaseModel):
     enable_force_include_usage: bool = Field(
         False,
         description="end every stream with its usage, as if the request had set stream_options.include_usage",
+    )
+    enable_request_id_headers: bool = Field(
+        True,
+        description="send the request's id as the header X-Request-Id, the client's own if it sent one; "
+        "vLLM's default is off",
+    )
+    enable_per_request_metrics: bool = Field(
+        False,
+        description="add the times of a request to its completion, chat completion or response, as metrics; "
+        "streams have them with their usage",
     )
     strict_fields: bool = Field(
         False, description="reject unknown request fields with 400; otherwise they are ignored and reported"
@@ -210,6 +226,15 @@ class ServerConfig(BaseModel):
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @field_validator("root_path")
+    @classmethod
+    def _path(cls, value: str) -> str:
+        """Remove the slash at the end; reject what is not the path of a URL."""
+        path = value.rstrip("/")
+        if not re.fullmatch(r"(/[\w.~-]+)*", path, re.ASCII):
+            raise ValueError(f"{value!r} is not a path; expected one such as /llm")
+        return path
 
     @field_validator("models", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ class TokenLogprobs:
     """Logprobs of one position of prompt or output, from the model's unmodified distribution.
 
     `rank`: the rank of the token at this position, from 1. `top`: the best ids with their logprobs, in
-    descending order.
+    descending order, or the ids of `logprob_token_ids` in their order.
     """
 
     token_id: int

@@ -40,7 +40,8 @@ class Limits:
     - `session_store`: the folder of saved sessions. With None they cannot be saved.
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.
-    - `max_logprobs`: logprobs of one token in `logprobs` and `prompt_logprobs`; -1 is no limit.
+    - `max_logprobs`: logprobs of one token in `logprobs`, `prompt_logprobs` and `logprob_token_ids`; -1 is no
+      limit.
     - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
@@ -133,6 +134,7 @@ def token_limit(
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    _check_ids("logprob_token_ids", params.logprob_token_ids or (), limits.vocab_size)
     _check_logprobs(len(prompt), params, limits)
     _check_max("n", params.n, limits.max_num_seqs, "max_num_seqs")
     if params.prediction and not limits.speculates:
@@ -202,6 +204,11 @@ def _check_logprobs(n_prompt: int, params: SamplingParams, limits: Limits) -> No
             )
     if params.logprobs is None:
         return
+    if params.logprob_token_ids and params.logprobs > allowed >= 0:
+        raise RejectedError(
+            f"logprob_token_ids has {params.logprobs} ids, allowed are up to {allowed} (max_logprobs)",
+            param="logprob_token_ids",
+        )
     n_top = count_logprobs("logprobs", params.logprobs, allowed, vocab_size)
     n_tokens = params.n * (params.max_tokens or limits.max_model_len)
     n_entries, n_max = n_tokens * (n_top + 1), max(LOGPROBS_MAX, n_free)

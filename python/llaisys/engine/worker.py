@@ -404,6 +404,7 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "choice": request.index,
         "top_logprobs": _n_logprobs(params.logprobs),
+        "logprob_ids": list(params.logprob_token_ids or ()),
         "prompt_logprobs": _n_logprobs(params.prompt_logprobs) if request.wants_prompt_logprobs else -1,
     }
 

@@ -31,16 +31,19 @@ request_log = logging.getLogger("llaisys.request")
 
 
 class AccessLogMiddleware:
-    """The outermost middleware. Pure ASGI.
+    """Outside of all checks, so that every response has a line. Pure ASGI.
 
-    Gives each request an id (the client's `x-request-id`, cleaned, or a new one), which the response repeats,
-    and turns an uncaught exception into a 500 that names it.
+    Gives each request an id (the client's `x-request-id`, cleaned, or a new one), which the response repeats
+    if `sends_id`, and turns an uncaught exception into a 500 that names it.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, tracer: RequestTracer | None = None, *, sends_id: bool = True
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._tracer = tracer
+        self._sends_id = sends_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
@@ -56,7 +59,8 @@ class AccessLogMiddleware:
             nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._sends_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 

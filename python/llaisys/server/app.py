@@ -74,12 +74,15 @@ def show_openapi(request: Request) -> Response:
     return Response(to_json(request.app.openapi()), media_type="application/json")
 
 
-def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> dict[str, Any]:
+def openapi_of(
+    app: FastAPI, open_paths: Collection[str], *, has_keys: bool, root_path: str = ""
+) -> dict[str, Any]:
     """Build the OpenAPI document: without FastAPI's 422, which is a 400 here, and with the security scheme.
 
-    `open_paths`: paths that need no key.
+    `open_paths`: paths that need no key. `root_path`: the path of the server behind a proxy.
     """
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    servers = [{"url": root_path}] if root_path else None
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
@@ -116,7 +119,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
             expose_headers=EXPOSED_HEADERS,
         )
     app = HostMiddleware(app, HostRule.of(config, port), config.allowed_origins)
-    return AccessLogMiddleware(app, state.metrics, state.tracer)
+    return AccessLogMiddleware(app, state.metrics, state.tracer, sends_id=config.enable_request_id_headers)
 
 
 def create_handlers(state: ServerState) -> ASGIApp:
@@ -135,7 +138,9 @@ def _routes(state: ServerState) -> FastAPI:
         responses=error_responses(*COMMON_STATUSES),
     )
     app.state.server = state
-    document = cache(partial(openapi_of, app, PROBES, has_keys=bool(state.keys)))
+    document = cache(
+        partial(openapi_of, app, PROBES, has_keys=bool(state.keys), root_path=state.config.root_path)
+    )
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.webui = static.load_webui()
     api = (

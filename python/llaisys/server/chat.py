@@ -125,7 +125,7 @@ async def prepare_chat(
         params = engine.output_formats.tool_params(params)
     note_request(request, model, params)
     state = state_of(request)
-    options = response_options(body, params, state.config.enable_force_include_usage)
+    options = response_options(body, params, state.config)
     meta = CompletionMeta.new(id_prefix, model, body.request_id, engine.system_fingerprint)
     engine_kwargs = engine_options(body, client_id, state.config.prefix_cache_sharing)
     if raw_prompt is None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llaisys.errors import RejectedError
-from llaisys.outputs import Logprob, RequestOutput
+from llaisys.outputs import Logprob, RequestOutput, RequestStateStats
 from llaisys.sampling_params import SamplingParams
 from llaisys.server.access_log import REQUEST_ID_MAX, clean_request_id
 from llaisys.server.http_errors import ApiError
-from llaisys.server.protocol import ResponseOptions, UsageOptions
+from llaisys.server.protocol import ResponseOptions
 from llaisys.server.response_body import Json, Part
 from llaisys.server.stream_writer import StreamFormat
 
@@ -38,6 +38,15 @@ CHAT_CANDIDATE_BYTES, CHAT_TOKEN_BYTES = 72, 19
 # `"12345":{"logprob":-12.345678329467773,"rank":12345,"decoded_token":" the"},`
 PROMPT_CANDIDATE_BYTES = 77
 FLOAT_BYTES, BASE64_FLOAT_BYTES = 21, 16 / 3
+
+# The fields of vLLM's `metrics`.
+METRICS = (
+    "time_to_first_token_ms",
+    "generation_time_ms",
+    "queue_time_ms",
+    "mean_itl_ms",
+    "tokens_per_second",
+)
 
 
 class CompletionBuilder(Protocol):
@@ -121,6 +130,7 @@ class Usage:
         self._predicted: dict[tuple[int, int], tuple[int, int]] = {}
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
+        self._stats: RequestStateStats | None = None
         self.completion_tokens = 0
 
     def set_prompt_tokens(self, index: int, n_tokens: int) -> None:
@@ -133,6 +143,7 @@ class Usage:
         # Only the first delta of a prompt has this number.
         self._cached_tokens[index] = self._cached_tokens.get(index, 0) or delta.num_cached_tokens
         self.completion_tokens += sum(len(output.token_ids) for output in delta.outputs)
+        self._stats = delta.metrics
         if self._has_prediction:
             for output in delta.outputs:
                 new = (output.num_accepted_prediction_tokens, output.num_rejected_prediction_tokens)
@@ -148,6 +159,24 @@ class Usage:
     def cached_tokens(self) -> int:
         """Return the prompt tokens that came from the prefix cache."""
         return sum(self._cached_tokens.values())
+
+    def metrics(self) -> Json:
+        """Return vLLM's `metrics` of the only choice of the only prompt; all are null without a token."""
+        stats = self._stats
+        if stats is None or not stats.num_generation_tokens:
+            return dict.fromkeys(METRICS)
+        n_tokens = stats.num_generation_tokens
+        decode_s, inference_s = (
+            stats.last_token_ts - each for each in (stats.first_token_ts, stats.scheduled_ts)
+        )
+        values = (
+            1e3 * (stats.first_token_ts - stats.scheduled_ts),
+            1e3 * decode_s,
+            1e3 * (stats.scheduled_ts - stats.queued_ts),
+            1e3 * decode_s / (n_tokens - 1) if n_tokens > 1 else None,
+            n_tokens / inference_s if inference_s > 0 else None,
+        )
+        return dict(zip(METRICS, values, strict=True))
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's object."""
@@ -219,7 +248,7 @@ class ChunkBuilder:
     meta: CompletionMeta
     kind: str
     usage: Usage
-    usage_options: UsageOptions
+    options: ResponseOptions
 
     def chunk(self, choice: Json) -> Json:
         """Return the chunk of one choice.
@@ -227,17 +256,22 @@ class ChunkBuilder:
         `usage` is null if it is sent at the end, and set if it is sent in every chunk.
         """
         chunk = {**self.meta.fields(self.kind), "choices": [choice]}
-        if self.usage_options.in_every_chunk:
+        if self.options.usage.in_every_chunk:
             chunk["usage"] = self.usage.body()
-        elif self.usage_options.at_end:
+        elif self.options.usage.at_end:
             chunk["usage"] = None
         return chunk
 
     def closing(self) -> list[Json]:
-        """Return the usage chunk, which has no choices, if requested."""
-        if not self.usage_options.at_end:
+        """Return the usage chunk, which has no choices, if requested, with the metrics if there are any."""
+        if not self.options.usage.at_end:
             return []
-        return [{**self.meta.fields(self.kind), "choices": [], "usage": self.usage.body()}]
+        chunk = {**self.meta.fields(self.kind), "choices": [], "usage": self.usage.body()}
+        return [{**chunk, "metrics": metrics} if (metrics := self.metrics()) else chunk]
+
+    def metrics(self) -> Json | None:
+        """Return the times of the request if the server reports them and it has one choice."""
+        return self.usage.metrics() if self.options.metrics else None
 
 
 class CompletionLogprobs:
@@ -246,17 +280,21 @@ class CompletionLogprobs:
     `text_offset` counts the characters of all previous tokens, including those of an echoed prompt.
     """
 
-    def __init__(self, n_top: int, *, ids_as_tokens: bool = False) -> None:
-        self._n_top = n_top
+    def __init__(self, *, ids_as_tokens: bool = False) -> None:
         self._ids_as_tokens = ids_as_tokens
         self._offset = 0
 
     def delta(
-        self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], first: str = ""
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Mapping[int, Logprob] | None],
+        n_top: int,
+        first: str = "",
     ) -> dict[str, Any]:
         """Return the object of one delta. The lists of all deltas concatenated are the whole object.
 
-        `first`: the text of a prompt's first token, which has no logprobs.
+        `n_top`: number of best candidates of each token, to which its own is added. `first`: the text of a
+        prompt's first token, which has no logprobs.
         """
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, candidates in zip(token_ids, logprobs, strict=True):
@@ -269,7 +307,7 @@ class CompletionLogprobs:
                 text = chosen.decoded_token or ""
                 token = _name(token_id, chosen, ids_as_tokens=self._ids_as_tokens)
                 logprob = _finite(chosen.logprob)
-                best = [*_best(candidates, self._n_top), (token_id, chosen)]
+                best = [*_best(candidates, n_top), (token_id, chosen)]
                 top = {
                     _name(*each, ids_as_tokens=self._ids_as_tokens): _finite(each[1].logprob) for each in best
                 }

@@ -46,7 +46,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "return_prompt_text": (False,),
     "kv_transfer_params": (),

@@ -37,6 +37,7 @@ from llaisys.server.listener import (
 from llaisys.server.middleware.auth import Keyring
 from llaisys.server.middleware.hosts import check_exposure
 from llaisys.server.middleware.rate_limits import OpenRequestLimitMiddleware
+from llaisys.server.middleware.root_path import RootPathMiddleware
 from llaisys.server.responses.store import ResponseStore
 from llaisys.server.state import ServerState
 from llaisys.server.tracing import RequestTracer
@@ -205,9 +206,12 @@ class Lifecycle:
     def _web_server(self) -> _Uvicorn:
         limit = self._listener.limit
         app = create_app(self._state, self._port)
+        app = OpenRequestLimitMiddleware(app, limit.stats, limit.maximum - PROBE_CONNECTIONS)
+        if self._config.root_path:
+            app = RootPathMiddleware(app, self._config.root_path)
         return _Uvicorn(
             uvicorn.Config(
-                OpenRequestLimitMiddleware(app, limit.stats, limit.maximum - PROBE_CONNECTIONS),
+                app,
                 http=connection_class(self._config.upload_timeout_s, limit),
                 ws="none",
                 log_config=None,

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel
 
 from llaisys.async_llm import AsyncLLM
-from llaisys.outputs import Logprob
+from llaisys.outputs import Logprob, RequestOutput
 from llaisys.sampling_params import count_logprobs
 
 # Candidates in one chunk of a prompt's logprobs. They take about 40 ms of the event loop.
 ENTRIES_PER_CHUNK = 4096
+# Candidates of one token, its own included, that the default of `max_logprobs` allows.
+FEW_ENTRIES = 21
 _FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 
@@ -22,6 +24,11 @@ def resolve_logprobs(body: BaseModel, engine: AsyncLLM) -> None:
         if isinstance(value, int) and not isinstance(value, bool):
             n = count_logprobs(name, value, engine.config.max_logprobs, engine.model_info.vocab_size)
             setattr(body, name, n)
+
+
+def has_many_logprobs(delta: RequestOutput) -> bool:
+    """Return True if the tokens of the delta have more than FEW_ENTRIES candidates each."""
+    return any(len(output.logprobs[0]) > FEW_ENTRIES for output in delta.outputs if output.logprobs)
 
 
 def tokens_per_chunk(given: Sequence[Mapping[int, Logprob] | None], n_max: int) -> int:

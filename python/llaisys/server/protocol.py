@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.body import InvalidField, parse_body
+from llaisys.config import Config
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
 from llaisys.sampling_params import RequestOutputKind, SamplingParams
 from llaisys.server.access_log import ignored_headers
@@ -55,6 +56,7 @@ _SAME = (
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
+    "logprob_token_ids",
     "truncate_prompt_tokens",
     "truncation_side",
 )
@@ -143,39 +145,46 @@ class ResponseOptions:
     """The requested parts and format of a response.
 
     - `n`: choices of each prompt. `n_top`: number of best candidates per token with logprobs; None without.
+      `n_echo_top`: the same for the tokens of an echoed prompt.
     - `token_ids`: include the ids of prompt and completion. `ids_as_tokens`: logprobs have ids instead of
       texts.
     - `prompt_logprobs`: include them. `echo`: begin with the prompt. `stream`: send server-sent events.
+    - `metrics`: include the times of the request, which has one choice.
     """
 
     usage: UsageOptions
     n: int = 1
     n_top: int | None = None
+    n_echo_top: int = 0
     token_ids: bool = False
     ids_as_tokens: bool = False
     prompt_logprobs: bool = False
     echo: bool = False
     stream: bool = False
+    metrics: bool = False
 
 
 def response_options(
-    request: GenerationRequest, params: SamplingParams, forces_usage: bool
+    request: GenerationRequest, params: SamplingParams, config: Config, n_prompts: int = 1
 ) -> ResponseOptions:
-    """Return the response options. `forces_usage`: every stream reports its usage at the end.
+    """Return the response options. `config`: has what the server adds to every response.
 
     Raises RejectedError for options that need or exclude a stream.
     """
     if request.stream and request.prompt_logprobs is not None:
         raise RejectedError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
     return ResponseOptions(
-        usage=usage_options(request, forces_usage),
+        usage=usage_options(request, config.enable_force_include_usage),
         n=params.n,
-        n_top=params.logprobs,
+        # `logprob_token_ids` adds its ids to the sampled token.
+        n_top=len(params.logprob_token_ids) + 1 if params.logprob_token_ids else params.logprobs,
+        n_echo_top=request.logprobs or 0 if isinstance(request, CompletionRequest) else 0,
         token_ids=bool(request.return_token_ids),
         ids_as_tokens=bool(request.return_tokens_as_token_ids),
         prompt_logprobs=request.prompt_logprobs is not None,
         echo=bool(request.echo),
         stream=bool(request.stream),
+        metrics=config.enable_per_request_metrics and params.n == n_prompts == 1,
     )
 
 
@@ -276,6 +285,10 @@ def sampling_params(
                     f"best_of is {request.best_of}: only {request.n or 1}, the value of n, is supported",
                     param="best_of",
                 )
+    if request.logprob_token_ids:
+        if values["logprobs"] is None:
+            raise RejectedError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+        values["logprobs"] = None
     with field_names(renamed):
         return SamplingParams(**values)
 

@@ -6,6 +6,7 @@ module of the server.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,6 +33,8 @@ FIELDS_MAX = 1024
 MESSAGES_MAX = 2048
 TOOLS_MAX = 128
 LOGIT_BIAS_MAX = 300
+# The bias that OpenAI documents for a token that must not be sampled.
+FORBIDS = -100
 # All choices of a grammar together may have up to 64 KiB.
 CHOICES_MAX = 1 << 14
 CACHE_SALT_CHARS_MAX = 256
@@ -68,20 +71,23 @@ class MaxEntries:
 
 
 def _bias_object(value: Any) -> Any:
-    """Return the object for llama.cpp's list of [token id, bias]; other values stay."""
+    """Return the object for llama.cpp's list of [token id, bias]; other values stay. False is -100."""
     if not isinstance(value, list) or len(value) > LOGIT_BIAS_MAX:
         return value
     for pair in value:
-        if not isinstance(pair, list) or [type(each) for each in pair] not in ([int, int], [int, float]):
+        is_pair = isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int
+        if not is_pair or not (type(pair[1]) in (int, float) or pair[1] is False):
             raise PydanticCustomError(
-                "logit_bias", "must be an object from token id to number, or a list of [token id, number]"
+                "logit_bias",
+                "has the entry {entry}, expected [token id, number or false]",
+                {"entry": reprlib.repr(pair)},
             )
-    return {str(token): bias for token, bias in value}
+    return {str(token): FORBIDS if bias is False else bias for token, bias in value}
 
 
 _PAIR = {
     "type": "array",
-    "prefixItems": [{"type": "integer"}, {"type": "number"}],
+    "prefixItems": [{"type": "integer"}, {"anyOf": [{"type": "number"}, {"const": False}]}],
     "minItems": 2,
     "maxItems": 2,
 }
@@ -176,6 +182,7 @@ class GenerationRequest(OpenRequest):
     allowed_token_ids: Annotated[list[int], MaxEntries(ALLOWED_IDS_MAX)] | None = None
     bad_words: Annotated[list[str], MaxEntries(BAD_WORDS_MAX)] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Annotated[list[int], MaxEntries(ALLOWED_IDS_MAX)] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None

@@ -42,6 +42,20 @@ class UsageAnswer(_Schema):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
+class RequestMetrics(_Schema):
+    """vLLM's times of one request; all are null without a token.
+
+    `time_to_first_token_ms` and `tokens_per_second` count from its admission, `queue_time_ms` until then.
+    `generation_time_ms` is from the first token to the last, and `mean_itl_ms` its mean per further token.
+    """
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class TokenCandidate(_Schema):
     """A candidate token. `bytes` is null if the token is a part of a character."""
 
@@ -125,6 +139,7 @@ class ChatCompletion(_Schema):
     prompt_token_ids: list[int] | None
     service_tier: None
     kv_transfer_params: None
+    metrics: RequestMetrics | None
 
 
 class CompletionLogprobsAnswer(_Schema):
@@ -161,6 +176,7 @@ class Completion(_Schema):
     usage: UsageAnswer
     service_tier: None
     kv_transfer_params: None
+    metrics: RequestMetrics | None
 
 
 class EmbeddingUsage(_Schema):

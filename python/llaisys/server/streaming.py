@@ -17,6 +17,7 @@ from llaisys.outputs import FinishReason, RequestOutput
 from llaisys.server.access_log import client_id_of, note, note_first_token, notes_of, request_id_of
 from llaisys.server.completion_builder import CompletionBuilder
 from llaisys.server.http_errors import ApiError, ended, send_error
+from llaisys.server.logprobs import has_many_logprobs
 from llaisys.server.metrics import SEND_TIMEOUT
 from llaisys.server.response_body import PIECE_BYTES, Json, send_parts
 from llaisys.server.state import RequestEntry, state_of
@@ -175,7 +176,7 @@ class CompletionResponse(Response):
         try:
             async with aclosing(merge_streams(self._streams)) as deltas:
                 async for index, delta in deltas:
-                    chunks = self._build_chunks(index, delta)
+                    chunks = await self._chunks_of(index, delta)
                     if not self._is_collected:
                         await writer.frames(chunks)
                         continue
@@ -197,7 +198,7 @@ class CompletionResponse(Response):
             await self._collect_chunks(self._builder.opening())
             async with aclosing(merge_streams(self._streams)) as deltas:
                 async for index, delta in deltas:
-                    await self._collect_chunks(self._build_chunks(index, delta))
+                    await self._collect_chunks(await self._chunks_of(index, delta))
         except Exception as e:  # noqa: BLE001 -- every response must have a status
             await send_error(send, self._request.scope, self._wire_error(e))
             return
@@ -216,6 +217,14 @@ class CompletionResponse(Response):
             if n_made >= PIECE_BYTES:
                 n_made = 0
                 await asyncio.sleep(0)
+
+    async def _chunks_of(self, index: int, delta: RequestOutput) -> Iterable[Json]:
+        """Return the chunks of a delta. Those with many logprobs take tenths of a second, so a thread builds
+        them."""
+        chunks = self._build_chunks(index, delta)
+        if delta.prompt_logprobs is None and has_many_logprobs(delta):
+            return await asyncio.to_thread(list, chunks)
+        return chunks
 
     def _build_chunks(self, index: int, delta: RequestOutput) -> Iterable[Json]:
         if self._is_cancelled:

@@ -224,7 +224,9 @@ def _choice(
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or name not in schemas:
-        raise RejectedError("tool_choice names a function that is not in tools", param="tool_choice")
+        raise RejectedError(
+            f"tool_choice names {str(name)[:40]!r}, which is not in tools", param="tool_choice"
+        )
     return "named", {name: schemas[name]}
 
 

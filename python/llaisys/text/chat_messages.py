@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, keep_developer: boo
     Raises RejectedError or UnsupportedError naming the message.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise RejectedError(f"messages is a {type(messages).__name__}, expected a list", param="messages")
+        raise RejectedError(
+            f"messages is of the type {type(messages).__name__}, expected a list", param="messages"
+        )
     if not messages:
         raise RejectedError("messages is empty", param="messages")
     return [_check_message(i, message, keep_developer) for i, message in enumerate(messages)]
@@ -38,7 +41,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, keep_developer: boo
 def _check_message(i: int, message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
     where = f"messages[{i}]"
     if not isinstance(message, Mapping):
-        raise RejectedError(f"{where} is a {type(message).__name__}, expected an object", param=where)
+        raise RejectedError(
+            f"{where} is of the type {type(message).__name__}, expected an object", param=where
+        )
     role = message.get("role")
     if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
         raise RejectedError(
@@ -66,7 +71,7 @@ def _text_of(where: str, content: Any, role: str) -> str | None:
         raise RejectedError(f"{where} is missing", param=where)
     if not isinstance(content, Sequence):
         raise RejectedError(
-            f"{where} is a {type(content).__name__}, expected a string or a list", param=where
+            f"{where} is of the type {type(content).__name__}, expected a string or a list", param=where
         )
     return "\n".join(_text_of_part(f"{where}[{i}]", part) for i, part in enumerate(content))
 
@@ -82,7 +87,9 @@ def _text_of_part(where: str, part: Any) -> str:
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise RejectedError(f"{where}.text is a {type(text).__name__}, expected a string", param=where)
+        raise RejectedError(
+            f"{where}.text is of the type {type(text).__name__}, expected a string", param=where
+        )
     return text
 
 
@@ -90,7 +97,7 @@ def _shown(value: Any) -> str:
     """Return a rejected value for an error message, truncated."""
     if isinstance(value, str):
         return repr(value[:40])
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return "missing" if value is None else reprlib.repr(value)
 
 
 def _with_arguments(where: str, call: Any) -> Any:

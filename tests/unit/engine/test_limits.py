@@ -39,6 +39,7 @@ def test_one_token_above_the_context_is_rejected_with_both_numbers(
         ({"prompt": [0, -1, 3]}, "prompt", "-1"),
         ({"stop_token_ids": [4, 300]}, "stop_token_ids", "300"),
         ({"logit_bias": {300: 1.0}}, "logit_bias", "300"),
+        ({"logprob_token_ids": [1, 300]}, "logprob_token_ids", "300"),
     ],
 )
 def test_ids_outside_the_vocabulary_are_named(changes: dict[str, object], param: str, says: str) -> None:
@@ -46,6 +47,14 @@ def test_ids_outside_the_vocabulary_are_named(changes: dict[str, object], param:
     with pytest.raises(RejectedError, match=says) as caught:
         token_limit(source.prompt_token_ids, source.params, limits())
     assert caught.value.param == param
+
+
+def test_max_logprobs_bounds_the_named_ids() -> None:
+    for most, n in ((20, 20), (0, 0), (-1, 200)):
+        token_limit([1], SamplingParams(max_tokens=1, logprob_token_ids=range(n)), limits(max_logprobs=most))
+    with pytest.raises(RejectedError, match="has 21 ids, allowed are up to 20") as caught:
+        token_limit([1], SamplingParams(logprob_token_ids=range(21)), limits())
+    assert caught.value.param == "logprob_token_ids"
 
 
 def test_one_kv_stream_has_cells_for_a_whole_context() -> None:

@@ -50,6 +50,22 @@ def routes(state: ServerState) -> list[APIRoute]:
 
 
 @pytest.fixture
+def calls_with(routes: list[APIRoute]) -> Callable[[str, str], list[tuple[str, str]]]:
+    """Return the method and path of each route that has an id in its path, such as `session_id`."""
+
+    def calls(name: str, value: str) -> list[tuple[str, str]]:
+        named = [route for route in routes if f"{{{name}}}" in route.path]
+        assert named
+        return [
+            (method, route.path.replace(f"{{{name}}}", value))
+            for route in named
+            for method in sorted(route.methods)
+        ]
+
+    return calls
+
+
+@pytest.fixture
 def make_client() -> Callable[..., httpx.AsyncClient]:
     def make(state: ServerState, **headers: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(create_app(state, PORT))

@@ -44,6 +44,17 @@ async def test_the_request_id_is_returned(client: httpx.AsyncClient) -> None:
     assert rejected.headers["x-request-id"]
 
 
+async def test_the_header_with_the_id_can_be_turned_off(
+    make_client: Callable[..., httpx.AsyncClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "llaisys.request")
+    async with make_client(ServerState(Config(enable_request_id_headers=False))) as client:
+        for path in ("/livez", "/v1/models", "/nothing"):
+            response = await client.get(path, headers={"x-request-id": "mine-1"})
+            assert "x-request-id" not in response.headers
+    assert [line_of(record)["request_id"] for record in caplog.records] == ["mine-1"] * 3
+
+
 def line_of(record: logging.LogRecord) -> dict[str, Any]:
     """Parse a log record as JSON, after checking that it is one line."""
     text = record.getMessage()

@@ -45,8 +45,8 @@ async def test_an_unstreamed_chat_has_the_openai_fields(
             "token_ids": None,
         }
     ]
-    nulls = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
-    assert [body[name] for name in nulls] == [None] * 4
+    nulls = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params", "metrics")
+    assert [body[name] for name in nulls] == [None] * 5
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 3,

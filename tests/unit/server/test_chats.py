@@ -114,8 +114,12 @@ async def test_without_a_chat_store_the_routes_are_not_found(client: httpx.Async
 
 
 async def test_each_key_has_its_own_chats(
-    store: ChatStore, make_client: Callable[..., httpx.AsyncClient], state: ServerState
+    store: ChatStore,
+    make_client: Callable[..., httpx.AsyncClient],
+    state: ServerState,
+    calls_with: Callable[[str, str], list[tuple[str, str]]],
 ) -> None:
+    """Every route with a chat's id is called; a new route is one more call."""
     config = Config(api_key=("a", "b"))
     locked = ServerState(config, keys=Keyring.of(config), models=state.models, chats=store)
     async with make_client(locked) as client:
@@ -126,7 +130,11 @@ async def test_each_key_has_its_own_chats(
         await client.put("/v1/chats/one", json={"base": 0, "chat": {"of": "a"}}, headers=mine)
         assert (await client.get("/v1/chats/one", headers=theirs)).status_code == 404
         assert (await client.get("/v1/chats", headers=theirs)).json()["data"] == []
-        await client.put("/v1/chats/one", json={"base": 0, "chat": {"of": "b"}}, headers=theirs)
+        for method, path in calls_with("chat_id", "one"):
+            for base in (0, 1):
+                body = {"base": base, "chat": {"of": "b"}} if method == "PUT" else None
+                reply = await client.request(method, path, json=body, params={"base": base}, headers=theirs)
+                assert '"a"' not in reply.text
         assert (await client.get("/v1/chats/one", headers=mine)).json()["chat"] == {"of": "a"}
 
 

@@ -117,6 +117,9 @@ SHARED = {
     "skip_special_tokens": sampling("skip_special_tokens", False),
     "include_stop_str_in_output": sampling("include_stop_str_in_output", True),
     "n": sampling("n", 1),
+    "logprob_token_ids": Case(
+        {"logprobs": 1, "logprob_token_ids": [5]}, lambda call, _: call.params.logprob_token_ids, [5]
+    ),
     "allowed_token_ids": sampling("allowed_token_ids", [3, 4]),
     "bad_words": sampling("bad_words", ["no", "never"]),
     "truncate_prompt_tokens": sampling("truncate_prompt_tokens", 1),
@@ -147,6 +150,9 @@ def calls(call: Call) -> str | None:
 SERVED: dict[str, dict[str, Case]] = {
     CHAT: {
         **SHARED,
+        "logprob_token_ids": Case(
+            {"logprobs": True, "logprob_token_ids": [5]}, lambda call, _: call.params.logprob_token_ids, [5]
+        ),
         "messages": Case({}, lambda call, _: call.prompt, [1, 2, 3]),
         "max_completion_tokens": Case(
             {"max_completion_tokens": 4, "max_tokens": 9}, lambda call, _: call.params.max_tokens, 4

@@ -17,13 +17,13 @@ from anthropic.types.beta_error_response import BetaErrorResponse
 from pydantic import TypeAdapter
 from starlette.types import ASGIApp
 
-from fakes.service import FakeService, Piece, PieceOrError
+from fakes.service import FakeService
 from llaisys.config import Config
-from llaisys.errors import EngineDeadError, QueueFullError, RequestFailedError
-from llaisys.output_parts import Content, OutputPart, Reasoning, ToolCall
+from llaisys.output_parts import Content, Reasoning, ToolCall
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
+from random_chats import RandomCompletion
 from sse import named_events
 
 N_REQUESTS = 300
@@ -31,60 +31,21 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 ERRORS: TypeAdapter[Any] = TypeAdapter(BetaErrorResponse)
 DELTAS = {"text": {"text_delta"}, "tool_use": {"input_json_delta"}}
 DELTAS["thinking"] = {"thinking_delta", "signature_delta"}
-TEXTS = ("Hi", " there\n", "天🦙", "<tool", "a < b ", '{"', "\n\n", "</", "é")
 TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
 class Case:
-    """A random request, and the script of its completion."""
+    """A random request, and its completion."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        self.parts = self._parts()
-        self.script = self._script()
+        self.completion = RandomCompletion(self._draw)
         self.body = self._body()
         self.is_rejected = self._draw.random() < 0.15
         if self.is_rejected:
             self.body |= self._draw.choice(
                 [{"messages": []}, {"max_tokens": -1}, {"tools": [{}]}, {"system": 1}, {"thinking": {}}]
             )
-
-    def _parts(self) -> list[OutputPart]:
-        """Return reasoning, texts and calls, in an order that the parsers return unchanged."""
-        draw = self._draw
-        parts: list[OutputPart] = [Reasoning(self._text())] if draw.random() < 0.5 else []
-        for _ in range(draw.randint(0, 3)):
-            if draw.random() < 0.5:
-                parts.append(ToolCall("add", json.dumps({"a": draw.randint(0, 9), "b": self._text()})))
-            elif not (parts and isinstance(parts[-1], Content)):
-                parts.append(Content(self._text()))
-        return parts
-
-    def _text(self) -> str:
-        texts = self._draw.choices(TEXTS, k=self._draw.randint(0, 3))
-        return "".join(["x", *texts, "y"])
-
-    def _script(self) -> list[PieceOrError]:
-        """Return the completion in pieces of random lengths; some end with an error."""
-        draw, text = self._draw, ""
-        for part in self.parts:
-            match part:
-                case Content(content):
-                    text += content
-                case Reasoning(content):
-                    text += f"<think>{content}</think>"
-                case ToolCall(name, arguments):
-                    text += f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-        pieces: list[PieceOrError] = []
-        while text:
-            n = draw.randint(1, 12)
-            pieces.append(Piece([text[:n]]))
-            text = text[n:]
-        end = draw.choice(
-            [Piece([], "stop"), Piece([], "stop", "END"), Piece([], "stop", 7), Piece([], "length")] * 3
-            + [EngineDeadError("gone"), RequestFailedError("broken"), QueueFullError("full")]
-        )
-        return [*pieces, end]
 
     def _body(self) -> dict[str, Any]:
         draw = self._draw
@@ -105,10 +66,6 @@ class Case:
         }
         return body | {name: value for name, value in more.items() if draw.random() < 0.3}
 
-    @property
-    def error(self) -> bool:
-        return isinstance(self.script[-1], Exception)
-
 
 def check_events(found: list[dict[str, Any]], case: Case) -> dict[str, Any]:
     """Check the order of events and the type of each; return the message that the client makes of them."""
@@ -120,7 +77,7 @@ def check_events(found: list[dict[str, Any]], case: Case) -> dict[str, Any]:
         if event["type"] == "error":
             ERRORS.validate_python({"request_id": None, **event})
             assert event is found[-1]
-            assert case.error
+            assert case.completion.fails
             return {}
         parsed = EVENTS.validate_python(event)
         match event["type"]:
@@ -141,7 +98,7 @@ def check_events(found: list[dict[str, Any]], case: Case) -> dict[str, Any]:
                 assert not open_block, kind
         snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
     assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
-    assert not case.error
+    assert not case.completion.fails
     made: dict[str, Any] = snapshot.to_dict()
     return made
 
@@ -164,12 +121,12 @@ def check_message(message: dict[str, Any], case: Case) -> None:
         ToolCall(part.name, json.dumps(json.loads(part.arguments), ensure_ascii=False))
         if isinstance(part, ToolCall)
         else part
-        for part in case.parts
+        for part in case.completion.parts
     ]
     assert blocks == wanted
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 3
-    assert usage["output_tokens"] == len(case.script) - 1
+    assert usage["output_tokens"] == len(case.completion.script) - 1
 
 
 async def test_every_response_is_one_of_the_client() -> None:
@@ -182,11 +139,11 @@ async def test_every_response_is_one_of_the_client() -> None:
     ) as client:
         for seed in range(N_REQUESTS):
             case = Case(seed)
-            engine.script = case.script
+            engine.script = case.completion.script
             response = await client.post("/v1/messages", json=case.body)
             kind = "error"
             if response.status_code != 200:
-                assert case.is_rejected or case.error, (seed, response.text)
+                assert case.is_rejected or case.completion.fails, (seed, response.text)
                 ERRORS.validate_python({"request_id": None, **response.json()})
             elif case.body["stream"]:
                 message = check_events(named_events(response.content), case)

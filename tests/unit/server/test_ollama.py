@@ -284,6 +284,7 @@ async def test_the_models_are_listed_and_described(client: httpx.AsyncClient, en
     assert [model.context_length for model in loaded.models] == [64, 64]
     shown = types.ShowResponse(**(await client.post("/api/show", json={"model": "tiny"})).json())
     assert shown.capabilities == ["completion", "embedding"]
+    assert shown.template == ""
     assert shown.modelinfo is not None
     assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == 64
     engine.loaded = False

@@ -17,6 +17,7 @@ from llaisys.server.state import ServerState
 from sse import chunks
 
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 async def test_request_values_override_model_defaults_override_defaults(
@@ -40,7 +41,7 @@ async def test_request_values_override_model_defaults_override_defaults(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": [[5, False]]}, "logit_bias"),
+        ({"logit_bias": [[5, True]]}, "logit_bias"),
         ({"logit_bias": [[5, 1], ["Hi", 1]]}, "logit_bias"),
         ({"logit_bias": [[5, 1, 2]]}, "logit_bias"),
         ({"logit_bias": [[5, 1]] * 301}, "logit_bias"),
@@ -176,9 +177,27 @@ async def test_a_key_that_is_no_token_id_is_named(
 async def test_logit_bias_has_two_forms(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
-    for bias in ({"5": 1.5, "7": -2}, [[5, 1.5], [7, -2]]):
+    for bias in ({"5": 1.5, "7": -2}, [[5, 1.5], [7, -2]], [[5, 1.5], [7, False]]):
         assert (await client.post(CHAT, json={**chat_body, "logit_bias": bias})).status_code == 200
-    assert [call.params.logit_bias for call in engine.calls] == [{5: 1.5, 7: -2}] * 2
+    expected = [{5: 1.5, 7: -2}, {5: 1.5, 7: -2}, {5: 1.5, 7: -100}]
+    assert [call.params.logit_bias for call in engine.calls] == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"logit_bias": [[5, 1.5], ["Hi", -1]]}, "the entry ['Hi', -1]"),
+        ({"logit_bias": [[5, True]]}, "the entry [5, True]"),
+        ({"logit_bias": [[5]]}, "the entry [5]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "names 'sub'"),
+    ],
+)
+async def test_errors_name_the_value(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    response = await client.post(CHAT, json={**chat_body, **more})
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +205,7 @@ async def test_logit_bias_has_two_forms(
     [
         ("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
         ("/completions", {"prompt": "Hi"}),
+        ("/responses", {"input": "Hi"}),
         ("/embeddings", {"input": "Hi"}),
     ],
 )

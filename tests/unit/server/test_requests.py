@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -194,6 +194,19 @@ async def test_a_request_id_belongs_to_its_key(
     for headers, n in ((ONE, 1), (TWO, 2)):
         reply = await http.get("/v1/requests/chatcmpl-mine/timeline", headers=headers)
         assert (reply.json()["id"], len(reply.json()["choices"])) == ("chatcmpl-mine", n)
+
+
+async def test_no_route_shows_a_request_of_another_key(
+    http: httpx.AsyncClient, gate: Gate, calls_with: Callable[[str, str], list[tuple[str, str]]]
+) -> None:
+    """Every route with a request's id is called; a new route is one more call."""
+    work = asyncio.create_task(http.post(CHAT, json={**BODIES[CHAT], "request_id": "mine"}))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    for method, path in calls_with("request_id", "chatcmpl-mine"):
+        response = await http.request(method, path, headers=TWO)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found"), path
+    gate.opened.set()
+    assert (await work).status_code == 200
 
 
 async def test_a_request_id_of_embeddings_belongs_to_its_key(http: httpx.AsyncClient, gate: Gate) -> None:

@@ -14,7 +14,6 @@ from openai._types import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types import responses as openai_responses
 from pydantic import TypeAdapter
-from starlette.types import ASGIApp, Message
 
 from fakes.service import FakeService, Piece, PieceOrError
 from llaisys.config import Config
@@ -22,6 +21,7 @@ from llaisys.errors import RequestFailedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
+from random_chats import Leaver
 from sse import named_events
 
 N_REQUESTS = 300
@@ -64,31 +64,6 @@ def body_of(draw: random.Random) -> dict[str, Any]:
         "truncation": ["auto", "disabled", None],
     }
     return {name: draw.choice(values) for name, values in options.items()}
-
-
-class Leaver:
-    """An ASGI client that may disconnect after a number of messages."""
-
-    def __init__(self, app: ASGIApp, n_messages: int) -> None:
-        self._app = app
-        self._n_left = n_messages
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body_is_read = False
-
-        async def receive_or_leave() -> Message:
-            nonlocal body_is_read
-            if body_is_read and self._n_left <= 0:
-                return {"type": "http.disconnect"}
-            body_is_read = True
-            message: Message = await receive()
-            return message
-
-        async def send_counted(message: Message) -> None:
-            self._n_left -= 1
-            await send(message)
-
-        await self._app(scope, receive_or_leave, send_counted)
 
 
 def check_events(events: list[dict[str, Any]], *, is_whole: bool) -> None:

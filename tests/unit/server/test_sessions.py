@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,19 +142,23 @@ async def test_a_restored_session_belongs_to_its_key(http: httpx.AsyncClient) ->
         assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == n
 
 
-async def test_a_key_has_its_own_sessions_and_files(http: httpx.AsyncClient) -> None:
+async def test_a_key_has_its_own_sessions_and_files(
+    http: httpx.AsyncClient, calls_with: Callable[[str, str], list[tuple[str, str]]]
+) -> None:
+    """Every route with a session's name is called; a new route is one more call."""
+    bodies = {
+        "trim": {"n_tokens": 0},
+        "fork": {"session_id": "mine"},
+        "save": {"file": "mine"},
+        "restore": {"file": "monday"},
+    }
     await generate(http, "chat")
     await http.post("/v1/sessions/chat/save", json={"file": "monday"})
     assert (await http.get("/v1/sessions", headers=TWO)).json()["data"] == []
-    for response in (
-        await http.get("/v1/sessions/chat", headers=TWO),
-        await http.delete("/v1/sessions/chat", headers=TWO),
-        await http.post("/v1/sessions/chat/trim", json={"n_tokens": 0}, headers=TWO),
-        await http.post("/v1/sessions/chat/fork", json={"session_id": "mine"}, headers=TWO),
-        await http.post("/v1/sessions/chat/save", json={"file": "mine"}, headers=TWO),
-        await http.post("/v1/sessions/mine/restore", json={"file": "monday"}, headers=TWO),
-    ):
-        assert error(response)[:2] == (404, "not_found")
+    for method, path in calls_with("session_id", "chat"):
+        body = bodies.get(path.rpartition("/")[2])
+        response = await http.request(method, path, json=body, headers=TWO)
+        assert error(response)[:2] == (404, "not_found"), path
     assert (await generate(http, "chat", headers=TWO)).status_code == 200, "a session of the same name"
     assert (await http.get("/v1/sessions/chat")).json()["num_tokens"] == N_TOKENS
 

@@ -43,7 +43,7 @@ def test_estimated_bytes_per_token_are_accurate(n_top: int) -> None:
     """The estimates are within 10 % of the encoded size of tokens of 4 characters."""
     ids, logprobs = [10_000] * N_TOKENS, [candidates(n_top)] * N_TOKENS
     made: list[tuple[Any, float]] = [
-        (CompletionLogprobs(n_top + 1).delta(ids, logprobs), TOKEN_BYTES + CANDIDATE_BYTES * (n_top + 1)),
+        (CompletionLogprobs().delta(ids, logprobs, n_top + 1), TOKEN_BYTES + CANDIDATE_BYTES * (n_top + 1)),
         (chat_logprobs(ids, logprobs, n_top), CHAT_TOKEN_BYTES + CHAT_CANDIDATE_BYTES * (n_top + 1)),
         (prompt_logprobs(logprobs), PROMPT_CANDIDATE_BYTES * (n_top + 1)),
         (ids, ID_BYTES),

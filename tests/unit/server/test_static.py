@@ -21,7 +21,7 @@ SCRIPT = "console.log('a script of the page');\n" * 20
 def built(tmp_path: Path) -> Path:
     """Return a web UI folder like that of a build."""
     (tmp_path / "assets").mkdir()
-    (tmp_path / "index.html").write_text('<script type="module" src="/assets/app-1.js"></script>', "utf-8")
+    (tmp_path / "index.html").write_text('<script type="module" src="./assets/app-1.js"></script>', "utf-8")
     (tmp_path / "assets" / "app-1.js").write_text(SCRIPT, "utf-8")
     (tmp_path / "assets" / "icon-2.svg").write_text("<svg/>", "utf-8")
     return tmp_path
@@ -58,8 +58,8 @@ def test_the_content_security_policy_allows_own_files_only() -> None:
 
 
 async def test_every_built_file_is_served(of_built: httpx.AsyncClient) -> None:
-    names = re.findall(r'"(/assets/[^"]+)"', (await of_built.get("/")).text)
-    assert names == ["/assets/app-1.js"]
+    names = re.findall(r'"\./(assets/[^"]+)"', (await of_built.get("/")).text)
+    assert names == ["assets/app-1.js"]
     script = await of_built.get(names[0])
     assert script.text == SCRIPT
     assert script.headers["content-type"].startswith("text/javascript")

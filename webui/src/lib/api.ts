@@ -156,13 +156,14 @@ export async function fetchDrafts(
   }
 }
 
-/** One HTTP exchange with the key, if there is one. Throws ApiError unless the status is a 2xx. */
+/** One HTTP exchange with the key, if there is one. `path` begins with a slash and is relative to the page, which a
+ * proxy may serve below a path. Throws ApiError unless the status is a 2xx. */
 export async function call(path: string, key: string, options: RequestInit): Promise<Response> {
   const headers = new Headers(options.headers);
   if (key) headers.set("authorization", `Bearer ${key}`);
   let answer: Response;
   try {
-    answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    answer = await fetch(`.${path}`, { ...options, headers, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (options.signal?.aborted) throw error;
     throw new ApiError("The server cannot be reached.", 0, "unreachable");

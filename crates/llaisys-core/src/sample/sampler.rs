@@ -100,7 +100,7 @@ impl Sampler {
     /// model's largest logit.
     pub fn is_greedy(&self, n_before: u32, n_drafts: usize) -> bool {
         let is_draw = self.prompt_token(n_before).is_none();
-        self.spec.is_greedy() && is_draw && !self.adjusts(n_drafts) && self.spec.top_logprobs.is_none()
+        self.spec.is_greedy() && is_draw && !self.adjusts(n_drafts) && !self.spec.has_logprobs()
     }
 
     /// False if [`Sampler::adjust`] changes no logit.
@@ -219,7 +219,7 @@ pub struct Logprobs {
     pub logprob: f32,
     /// Rank of the sampled token, from 1; tokens of equal logit share the better rank.
     pub rank: u32,
-    /// The best tokens, by falling logprob, ties by id.
+    /// The best tokens, by falling logprob, ties by id; or those of [`SamplerSpec::logprob_ids`], in their order.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -259,14 +259,17 @@ pub fn sample_after_drafts(
         return Outcome::Fault(RowFault::NonFinite);
     };
     if let Some((id, n)) = sampler.and_then(|s| s.prompt_token(position)) {
-        let normalizer = begin_logprobs(&mut scratch.best, logits, n);
-        return Outcome::Token { id, logprobs: Some(logprobs_of(id, logits, &scratch.best, normalizer)) };
+        find_best(&mut scratch.best, logits, n);
+        return Outcome::Token {
+            id,
+            logprobs: Some(logprobs_of(id, logits, &scratch.best, normalizer(logits))),
+        };
     }
     // The token is drawn after the logits have changed, so keep the model's own logits.
-    let normalizer = sampler.and_then(|s| s.spec.top_logprobs).map(|n| {
+    let normalizer = sampler.filter(|s| s.spec.has_logprobs()).map(|s| {
         scratch.raw.clear();
         scratch.raw.extend_from_slice(logits);
-        begin_logprobs(&mut scratch.best, logits, n)
+        begin_logprobs(&mut scratch.best, logits, &s.spec)
     });
     if let Some(mask) = mask {
         apply_mask(logits, mask);
@@ -339,8 +342,26 @@ fn apply_mask(logits: &mut [f32], mask: &[u32]) {
     }
 }
 
-/// Fills `best` with the `n` largest logits, falling, and returns the log of the summed exponentials.
-fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
+/// Fills `best` with the candidates whose logprobs `spec` wants, and returns the normalizer.
+fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], spec: &SamplerSpec) -> f32 {
+    if spec.logprob_ids.is_empty() {
+        find_best(best, logits, spec.top_logprobs.unwrap_or(0));
+    } else {
+        best.clear();
+        best.extend(spec.logprob_ids.iter().map(|&id| (id, logits[id as usize])));
+    }
+    normalizer(logits)
+}
+
+/// Returns the log of the summed exponentials.
+fn normalizer(logits: &[f32]) -> f32 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    (f64::from(max) + sum.ln()) as f32
+}
+
+/// Fills `best` with the `n` largest logits, falling.
+fn find_best(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) {
     best.clear();
     let n = (n as usize).min(logits.len());
     if n > INSERTED_MAX {
@@ -348,9 +369,6 @@ fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
     } else {
         best_by_insertion(best, logits, n);
     }
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-    (f64::from(max) + sum.ln()) as f32
 }
 
 /// Number of candidates up to which inserting each better one is faster than a sort.

@@ -39,6 +39,8 @@ pub struct SamplerSpec {
     pub choice: u32,
     /// Logprobs to return: `None`, or those of the drawn token and of this many best ones.
     pub top_logprobs: Option<u32>,
+    /// Not empty: the logprobs of the drawn token and of these ids, in this order, instead of `top_logprobs`.
+    pub logprob_ids: Vec<u32>,
     /// Rows inside the prompt with logits output return, instead of a draw, the prompt's next token with its logprob
     /// and those of this many best ones. `None`: such rows are sampled as any other.
     pub prompt_logprobs: Option<u32>,
@@ -63,6 +65,7 @@ impl Default for SamplerSpec {
             seed: 0,
             choice: 0,
             top_logprobs: None,
+            logprob_ids: Vec::new(),
             prompt_logprobs: None,
         }
     }
@@ -87,6 +90,7 @@ impl SamplerSpec {
             return Err(SamplingError::Empty { name: "bad_words" });
         }
         self.bad_words.iter().flatten().try_for_each(|&id| token_in("bad_words", id, vocab_size))?;
+        self.logprob_ids.iter().try_for_each(|&id| token_in("logprob_ids", id, vocab_size))?;
         self.stop_ids.iter().try_for_each(|&id| token_in("stop_ids", id, vocab_size))
     }
 
@@ -94,6 +98,11 @@ impl SamplerSpec {
     pub fn is_greedy(&self) -> bool {
         // Below this the division would overflow long before a second candidate could be drawn (vLLM's bound).
         self.temperature < 1e-5
+    }
+
+    /// True if a draw returns logprobs.
+    pub(crate) fn has_logprobs(&self) -> bool {
+        self.top_logprobs.is_some() || !self.logprob_ids.is_empty()
     }
 
     /// True if any penalty depends on the tokens so far.

@@ -80,6 +80,7 @@ fn rows_that_need_more_than_the_largest_logit_are_not_pruned() {
         other(&|spec| spec.allowed_ids = vec![3, 700, 701]),
         other(&|spec| spec.bad_words = vec![vec![3]]),
         other(&|spec| spec.top_logprobs = Some(2)),
+        other(&|spec| spec.logprob_ids = vec![3]),
     ];
     let [mut on, mut off] = both(&model(false), ComputeMode::Bfloat16);
     for spec in others {

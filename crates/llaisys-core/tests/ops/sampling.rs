@@ -261,6 +261,30 @@ fn any_number_of_logprobs_has_one_order() {
     }
 }
 
+/// The bits of an id's logprob are those that it has among the best ones.
+#[test]
+fn requested_ids_replace_the_best_ones() {
+    let row = logits(8);
+    let logprobs = |spec: SamplerSpec| {
+        let spec = SamplerSpec { temperature: 0.0, logit_bias: vec![(11, 100.0)], ..spec };
+        let sampler = sampler(spec, &[], &[]);
+        match sample(&mut Scratch::default(), &mut row.clone(), Some(&sampler), 0, None) {
+            Outcome::Token { id: 11, logprobs: Some(logprobs) } => logprobs,
+            other => panic!("{other:?}"),
+        }
+    };
+    let all = logprobs(SamplerSpec { top_logprobs: Some(VOCAB as u32), ..SamplerSpec::default() });
+    let bits: BTreeMap<u32, u32> = all.top.iter().map(|&(id, logprob)| (id, logprob.to_bits())).collect();
+    for top_logprobs in [None, Some(0), Some(5)] {
+        let ids = vec![96, 0, 11, 40];
+        let some = logprobs(SamplerSpec { top_logprobs, logprob_ids: ids.clone(), ..SamplerSpec::default() });
+        let expected: Vec<(u32, u32)> = ids.iter().map(|id| (*id, bits[id])).collect();
+        let found: Vec<(u32, u32)> = some.top.iter().map(|&(id, logprob)| (id, logprob.to_bits())).collect();
+        assert_eq!(found, expected, "{top_logprobs:?}");
+        assert_eq!((some.logprob.to_bits(), some.rank), (all.logprob.to_bits(), all.rank));
+    }
+}
+
 #[test]
 fn zero_logprobs_return_only_the_drawn_token() {
     let spec = SamplerSpec { top_logprobs: Some(0), ..SamplerSpec::default() };
@@ -286,6 +310,7 @@ fn out_of_bounds_parameters_are_named() {
     assert!(reject(SamplerSpec { logit_bias: vec![(97, 0.0)], ..base() }).contains("97"));
     assert!(reject(SamplerSpec { stop_ids: vec![97], ..base() }).contains("97"));
     assert!(reject(SamplerSpec { allowed_ids: vec![97], ..base() }).contains("97"));
+    assert!(reject(SamplerSpec { logprob_ids: vec![97], ..base() }).contains("logprob_ids"));
     assert!(reject(SamplerSpec { bad_words: vec![vec![1, 97]], ..base() }).contains("97"));
     assert!(reject(SamplerSpec { bad_words: vec![vec![]], ..base() }).contains("bad_words"));
     assert!(Sampler::new(base(), VOCAB, &[-1], &[]).is_err());

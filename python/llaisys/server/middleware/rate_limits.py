@@ -39,6 +39,7 @@ QUEUEING = frozenset(
         "/chat/completions",
         "/completions",
         "/embeddings",
+        "/responses",
         "/api/chat",
         "/api/generate",
         "/api/embed",

@@ -92,6 +92,7 @@ class ResponseBuilder:
         self.finish_reasons: set[str] = set()
         self._fields = fields
         self._n_top = chat.options.n_top
+        self._has_metrics = chat.options.metrics
         self._parser = chat.new_parser()
         self._reasoning_tokens = ReasoningTokens()
         self._summarizes = summarizes
@@ -142,6 +143,7 @@ class ResponseBuilder:
     def response(self) -> Json:
         """Return the response as it is now."""
         is_incomplete = self._status == "incomplete"
+        is_over = is_incomplete or self._status == "completed"
         return {
             "id": self.meta.id,
             "object": "response",
@@ -153,6 +155,7 @@ class ResponseBuilder:
             "model": self.meta.model,
             "output": list(self._output),
             "usage": None if self._status in ("queued", "in_progress") else self._usage(),
+            **({"metrics": self.usage.metrics()} if self._has_metrics and is_over else {}),
             **self._fields,
         }
 

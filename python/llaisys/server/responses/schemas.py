@@ -106,7 +106,10 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 
 
 class ResponseAnswer(_Schema):
-    """A response. `output`: items of the types `message`, `reasoning` and `function_call`."""
+    """A response. `output`: items of the types `message`, `reasoning` and `function_call`.
+
+    `metrics`: those of a completion (`RequestMetrics`), with `--enable-per-request-metrics`.
+    """
 
     id: str
     object: Literal["response"]
@@ -134,6 +137,7 @@ class ResponseAnswer(_Schema):
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
+    metrics: dict[str, float | None] = {}
 
 
 class ResponseDeleted(_Schema):

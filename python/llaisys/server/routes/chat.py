@@ -106,7 +106,7 @@ class ChatCompletionBuilder:
         self.usage = Usage(has_prediction=has_prediction)
         self.usage.set_prompt_tokens(0, len(chat.prompt))
         self.finish_reasons: set[str] = set()
-        self._chunk_builder = ChunkBuilder(chat.meta, "chat.completion.chunk", self.usage, chat.options.usage)
+        self._chunk_builder = ChunkBuilder(chat.meta, "chat.completion.chunk", self.usage, chat.options)
         self._options = chat.options
         self._prompt = chat.prompt
         self._choices = defaultdict[int, _Choice](lambda: _Choice(chat.new_parser()))
@@ -166,7 +166,7 @@ class ChatCompletionBuilder:
         out: list[Part] = [begin, b',"choices":[', *join_parts(choices), b'],"usage":', usage]
         out += list_field("prompt_logprobs", self._prompt_logprobs if options.prompt_logprobs else None)
         out += list_field("prompt_token_ids", self._prompt_ids if options.token_ids else None)
-        return [*out, b",", to_json(VLLM_NULLS)[1:]]
+        return [*out, b",", to_json({**VLLM_NULLS, "metrics": self._chunk_builder.metrics()})[1:]]
 
     def _choice_chunks(self, output: CompletionOutput) -> list[Json]:
         options, index = self._options, output.index

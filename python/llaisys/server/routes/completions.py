@@ -73,12 +73,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     client_id = client_id_of(request)
     params = await with_compiled_grammar(engine, params, grammar_of(body), client_id)
     note_request(request, model, params)
-    options = response_options(body, params, state_of(request).config.enable_force_include_usage)
     meta = CompletionMeta.new("cmpl-", model, body.request_id, engine.system_fingerprint)
     add_special = body.add_special_tokens is not False
     sharing = state_of(request).config.prefix_cache_sharing
     engine_kwargs = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
     prompts = prompts_of(body.prompt)
+    options = response_options(body, params, state_of(request).config, len(prompts))
     if body.session_id and len(prompts) > 1:
         raise RejectedError(
             f"session_id needs a single prompt, not {len(prompts)}: send one request per prompt",
@@ -174,7 +174,7 @@ class TextCompletionBuilder:
         self.meta = meta
         self.usage = Usage()
         self.finish_reasons: set[str] = set()
-        self._chunk_builder = ChunkBuilder(meta, "text_completion", self.usage, options.usage)
+        self._chunk_builder = ChunkBuilder(meta, "text_completion", self.usage, options)
         self._options = options
         self._echoes = echoes
         self._choices: dict[int, _Choice] = {}
@@ -211,7 +211,7 @@ class TextCompletionBuilder:
 
     def _choice_chunks(self, prompt: int, prompt_ids: list[int], output: CompletionOutput) -> Iterator[Json]:
         options, index = self._options, prompt * self._options.n + output.index
-        writer = CompletionLogprobs(options.n_top or 0, ids_as_tokens=options.ids_as_tokens)
+        writer = CompletionLogprobs(ids_as_tokens=options.ids_as_tokens)
         state = self._choices.setdefault(index, _Choice(writer))
         is_first, state.is_open = not state.is_open, True
         blank: Json = {
@@ -231,7 +231,7 @@ class TextCompletionBuilder:
             first = {}
         logprobs = None
         if options.n_top is not None and output.logprobs:
-            logprobs = state.logprobs.delta(output.token_ids, output.logprobs)
+            logprobs = state.logprobs.delta(output.token_ids, output.logprobs, options.n_top)
         if output.text or logprobs or output.finish_reason or own:
             ends = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
             yield {**blank, "text": output.text, "logprobs": logprobs, **ends, **own, **first}
@@ -248,7 +248,8 @@ class TextCompletionBuilder:
         step = tokens_per_chunk(given, ECHO_TOKENS)
         for at in range(0, len(ids), step):
             until = at + step
-            made = logprobs.delta(ids[at:until], given[at:until], echo.first_token)
+            n_top = self._options.n_echo_top
+            made = logprobs.delta(ids[at:until], given[at:until], n_top, echo.first_token)
             yield {"text": "" if at else echo.text, "logprobs": made}
         first = prompt * self._options.n
         if all(index in self._choices for index in range(first, first + self._options.n)):
@@ -284,7 +285,7 @@ class TextCompletionBuilder:
         ]
         begin, end = (
             to_json(self.meta.fields("text_completion"))[:-1],
-            to_json({"usage": self.usage.body(), **VLLM_NULLS})[1:],
+            to_json({"usage": self.usage.body(), **VLLM_NULLS, "metrics": self._chunk_builder.metrics()})[1:],
         )
         return [begin, b',"choices":[', *join_parts(choices), b"],", end]
 

@@ -79,6 +79,7 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
             f"{prefix}.attention.head_count_kv": info.n_kv_heads,
         },
         "capabilities": _capabilities(engine),
+        "template": engine.template_text,
         "parameters": "\n".join(f"{key} {value}" for key, value in engine.default_sampling_params.items()),
         "modified_at": _modified_at(state),
     }

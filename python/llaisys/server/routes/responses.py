@@ -45,10 +45,11 @@ from llaisys.server.streaming import closing_deltas
 ResponseId = Annotated[str, Path(pattern=r"^resp_[\w.-]{1,64}$")]
 PAGE_ENDS = ("first_id", "last_id")
 
-router = APIRouter(prefix="/v1/responses", route_class=BodyRoute)
+router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("", responses={**error_responses(404, 499, 507), **one_or_stream(ResponseAnswer)})
+@router.post("/responses", include_in_schema=False)
+@router.post("/v1/responses", responses={**error_responses(404, 499, 507), **one_or_stream(ResponseAnswer)})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Generate a response to the input, as a stream of events or as one object."""
     state = state_of(request)
@@ -110,7 +111,9 @@ async def _start(
     return EventStream(request, run, 0, headers) if chat.options.stream else _json(run.snapshot(), headers)
 
 
-@router.get("/{response_id}", responses={**error_responses(404), **one_or_stream(ResponseAnswer)})
+@router.get(
+    "/v1/responses/{response_id}", responses={**error_responses(404), **one_or_stream(ResponseAnswer)}
+)
 async def read_response(
     request: Request,
     response_id: ResponseId,
@@ -133,7 +136,9 @@ async def read_response(
     return EventStream(request, run, first, {})
 
 
-@router.delete("/{response_id}", response_model=ResponseDeleted, responses=error_responses(404, 507))
+@router.delete(
+    "/v1/responses/{response_id}", response_model=ResponseDeleted, responses=error_responses(404, 507)
+)
 async def delete_response(request: Request, response_id: ResponseId) -> Response:
     """Delete a stored response. Later responses of its conversation cannot be continued."""
     store, owner, runs = store_of(request), client_id_of(request), state_of(request).background
@@ -146,7 +151,9 @@ async def delete_response(request: Request, response_id: ResponseId) -> Response
     return _json({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.post("/{response_id}/cancel", response_model=ResponseAnswer, responses=error_responses(404))
+@router.post(
+    "/v1/responses/{response_id}/cancel", response_model=ResponseAnswer, responses=error_responses(404)
+)
 async def cancel_response(request: Request, response_id: ResponseId) -> Response:
     """Cancel a background response; return it. One that has ended stays as it is.
 
@@ -169,7 +176,9 @@ async def _current(request: Request, response_id: str, run: BackgroundRun | None
     return {**found.body, "status": "failed", "error": error}
 
 
-@router.get("/{response_id}/input_items", response_model=InputItems, responses=error_responses(404))
+@router.get(
+    "/v1/responses/{response_id}/input_items", response_model=InputItems, responses=error_responses(404)
+)
 async def list_input_items(
     request: Request,
     response_id: ResponseId,

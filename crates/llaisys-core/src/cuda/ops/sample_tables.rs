@@ -192,11 +192,12 @@ fn fitting(
     for (what, n, max) in [
         ("logprobs on CUDA", spec.top_logprobs.unwrap_or(0) as usize, MAX_TOP),
         ("prompt_logprobs on CUDA", spec.prompt_logprobs.unwrap_or(0) as usize, MAX_TOP),
+        ("logprob_ids on CUDA", spec.logprob_ids.len(), 0),
         ("biased, held-back and forbidden ids on CUDA", edits.len(), MAX_EDITS),
         ("tokens of bad_words on CUDA", words.len(), MAX_WORD_TOKENS),
     ] {
         if n > max {
-            return Err(unsupported(what, n, "fewer: 20 logprobs, 2048 ids, 4096 tokens"));
+            return Err(unsupported(what, n, "fewer: 20 logprobs, no logprob_ids, 2048 ids, 4096 tokens"));
         }
     }
     Ok((edits, words))

@@ -439,6 +439,7 @@ fn parameters_that_do_not_fit_the_tables_are_refused_by_name() {
     for (what, spec) in [
         ("logprobs", SamplerSpec { top_logprobs: Some(21), ..SamplerSpec::default() }),
         ("prompt_logprobs", SamplerSpec { prompt_logprobs: Some(21), ..SamplerSpec::default() }),
+        ("logprob_ids", SamplerSpec { logprob_ids: many(1), ..SamplerSpec::default() }),
         ("ids", SamplerSpec { min_tokens: 1, stop_ids: many(2049), ..SamplerSpec::default() }),
         ("bad_words", SamplerSpec { bad_words: vec![many(4098)], ..SamplerSpec::default() }),
     ] {
