@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import BrowserContext, Locator, expect
 
 from chatpage import COMPLETIONS, Chat
 from llaisys.errors import RejectedError
 from llaisys.sampling_params import SamplingParams
+from serving import Server
 
 
 def settings(chat: Chat) -> Locator:
@@ -254,3 +255,17 @@ def test_settings_are_stored_as_plain_values(chat: Chat) -> None:
         })"""
     )
     assert json.loads(kept)["chat"]["params"] == {"temperature": 0.3}
+
+
+def test_the_defaults_are_those_of_the_model(smollm2: Server, context: BrowserContext) -> None:
+    """Sliders and placeholders show what the server samples with if a request sets nothing."""
+    chat = Chat.open(context, smollm2.url)
+    dialog = settings(chat)
+    for name, default in {"temperature": "0.2", "top_p": "0.9", "min_p": "0"}.items():
+        expect(dialog.get_by_label(f"{name}, slider", exact=True)).to_have_value(default)
+        expect(dialog.get_by_label(name, exact=True)).to_have_attribute("placeholder", f"default: {default}")
+    field = dialog.get_by_label("temperature", exact=True)
+    field.fill("0.7")
+    expect(dialog.get_by_label("temperature, slider", exact=True)).to_have_value("0.7")
+    dialog.get_by_role("button", name="Use default").click()
+    expect(dialog.get_by_label("temperature, slider", exact=True)).to_have_value("0.2")

@@ -1,14 +1,15 @@
-// Markdown to sanitised HTML, block by block, so that a growing answer costs its last block only.
+// Markdown to markup, block by block, so that a growing answer costs its last block only. `draw.ts` sanitises it.
 
 import MarkdownIt, { type Env, type Token } from "markdown-it";
+import { markRules } from "./markrules";
 import { mathRules } from "./mathrules";
-import { prose } from "./sanitise";
 
+/** A block of the outermost level, as markup. */
 export interface Block {
-  /** Sanitised; a TrustedHTML where the browser has them. */
-  html: string;
-  /** No more text will come into it: it may be highlighted and its maths set. */
-  settled: boolean;
+  /** All of it; of a list or table without its items. */
+  shell: string;
+  /** The items of a list, the rows of a table: they belong into the first `ul`, `ol` or `tbody` of the shell. */
+  items: string[];
 }
 
 export interface Labels {
@@ -18,6 +19,7 @@ export interface Labels {
 
 const md = new MarkdownIt({ html: false, linkify: true, breaks: false });
 md.use(mathRules);
+md.use(markRules);
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 md.validateLink = (url) => /^(?:https?:|mailto:|data:image\/(?:png|gif|jpeg|webp);base64,)/i.test(url.trim());
 
@@ -38,12 +40,12 @@ rules.image = (tokens, i, _options, env) => {
   const rel = 'target="_blank" rel="noopener noreferrer nofollow"';
   return `<a class="image" href="${escape(url)}" ${rel}>${escape(alt)}</a>`;
 };
-// The page has its own headings above: an answer's begin at the third level.
-rules.heading_open = (tokens, i) => `<h${headingLevel(tokens[i]!)}>`;
-rules.heading_close = (tokens, i) => `</h${headingLevel(tokens[i]!)}>\n`;
 // Wide tables scroll in a box of their own; alignment is a class because the policy refuses `style`.
 rules.table_open = () => '<div class="table" tabindex="0"><table>';
-rules.table_close = () => "</table></div>\n";
+// The body is there before its first row, so that a growing table only gets rows.
+rules.thead_close = () => "</thead><tbody>";
+rules.tbody_open = rules.tbody_close = () => "";
+rules.table_close = () => "</tbody></table></div>\n";
 rules.th_open = (tokens, i) => cell("th", tokens[i]!);
 rules.td_open = (tokens, i) => cell("td", tokens[i]!);
 rules.fence = (tokens, i, _options, env) => codeBlock(tokens[i]!, labelsOf(env));
@@ -54,8 +56,20 @@ function labelsOf(env: Env | undefined): Labels {
   return env as Env & Labels;
 }
 
-function headingLevel(token: Token): number {
-  return Math.min(6, Number(token.tag[1]) + 2);
+/**
+ * Gives headings the tags of their depth. The page has its own headings above: an answer's begin at the third level, and
+ * none skips a level. `open`: the levels, as written, of the headings that the first token is under; returns those after
+ * the last.
+ */
+function nestHeadings(tokens: readonly Token[], open: readonly number[]): readonly number[] {
+  for (const token of tokens) {
+    if (token.type === "heading_open") {
+      const written = Number(token.tag[1]);
+      open = [...open.filter((level) => level < written), written];
+    }
+    if (token.type.startsWith("heading_")) token.tag = `h${Math.min(6, 2 + open.length)}`;
+  }
+  return open;
 }
 
 function cell(tag: string, token: Token): string {
@@ -76,20 +90,26 @@ export class Blocks {
   #text = "";
   #labels: Labels | null = null;
   #isWhole = false;
-  #settled: Block[] = [];
-  /** Where the last block begins, in characters. */
+  #blocks: Block[] = [];
+  /** How many blocks take no more text, and where the next one begins, in characters. */
+  #finished = 0;
   #from = 0;
   #references: NonNullable<Env["references"]> = {};
+  /** The levels of the headings that the last block is under. */
+  #levels: readonly number[] = [];
 
-  /** The blocks of the text so far. Text that goes on from the last update's costs the last block only. */
+  /**
+   * The blocks of the text so far. Text that goes on from the last update's costs the last block only. A
+   * whole text is parsed at once if links in it may refer to lines that came after them.
+   */
   update(text: string, isWhole: boolean, labels: Labels): Block[] {
-    const goesOn = text.startsWith(this.#text) && labels === this.#labels && !this.#isWhole;
-    // A whole text is parsed at once: links may refer to lines that came after them.
-    const needsAll = isWhole && /^ {0,3}\[[^\]]+\]:/m.test(text);
-    if (!goesOn || needsAll) {
-      this.#settled = [];
+    if (text === this.#text && isWhole === this.#isWhole && labels === this.#labels) return this.#blocks;
+    const goesOn = text.startsWith(this.#text) && labels === this.#labels;
+    if (!goesOn || (isWhole && /^ {0,3}\[[^\]]+\]:/m.test(text))) {
+      this.#finished = 0;
       this.#from = 0;
       this.#references = {};
+      this.#levels = [];
     }
     this.#text = text;
     this.#labels = labels;
@@ -97,18 +117,31 @@ export class Blocks {
     const rest = text.slice(this.#from);
     const env = { ...labels, references: this.#references };
     const groups = topLevel(md.parse(rest, env));
-    const lastStart = groups.at(-1)?.startLine ?? 0;
-    const rendered = groups.map(({ tokens }, i) => ({
-      html: prose(md.renderer.render(tokens, md.options, env)),
-      settled: isWhole || i < groups.length - 1,
-    }));
-    const out = [...this.#settled, ...rendered];
-    if (!isWhole && groups.length > 1) {
-      this.#settled = out.slice(0, -1);
-      this.#from += lineOffset(rest, lastStart);
+    const before = groups.slice(0, -1);
+    const levels = before.reduce((open, { tokens }) => nestHeadings(tokens, open), this.#levels);
+    nestHeadings(groups.at(-1)?.tokens ?? [], levels);
+    const parsed = groups.map(({ tokens }) => blockOf(tokens, env));
+    this.#blocks = [...this.#blocks.slice(0, this.#finished), ...parsed];
+    if (groups.length > 1) {
+      this.#finished = this.#blocks.length - 1;
+      this.#from += lineOffset(rest, groups.at(-1)!.startLine);
+      this.#levels = levels;
     }
-    return out;
+    return this.#blocks;
   }
+}
+
+function blockOf(tokens: Token[], env: Env): Block {
+  const render = (part: Token[]) => md.renderer.render(part, md.options, env);
+  const type = tokens[0]!.type;
+  const isTable = type === "table_open";
+  if (!isTable && !type.endsWith("_list_open")) return { shell: render(tokens), items: [] };
+  const start = isTable ? tokens.findIndex((token) => token.type === "thead_close") + 1 : 1;
+  const inside = tokens.slice(start, -1).filter((token) => !token.type.startsWith("tbody_"));
+  return {
+    shell: render([...tokens.slice(0, start), tokens.at(-1)!]),
+    items: topLevel(inside).map(({ tokens: item }) => render(item).trim()),
+  };
 }
 
 /** The tokens of each block of the outermost level, with the line on which it begins. */

@@ -3,7 +3,7 @@
 import { newId } from "./id";
 import { cleanTitle, titleOf } from "./title";
 import { fromMessages } from "./tree";
-import type { ChatSettings, End, Message, Params, Role, Session, ToolCall } from "./types";
+import type { ChatSettings, End, Failure, Message, Params, Role, Session, ToolCall } from "./types";
 
 const FORMAT = "llaisys-chats";
 const VERSION = 1;
@@ -141,12 +141,23 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   if (usage)
     message.usage = { ...usage, ...numbersOf(value.usage, ["draftTokens", "acceptedTokens"] as const) };
   const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
-  if (timing) message.timing = timing;
+  if (timing) message.timing = { ...timing, ...numbersOf(value.timing, ["reasoningMs"] as const) };
+  if (isObject(value.failure)) message.failure = failureOf(value.failure);
   return message;
 }
 
 function toolCallOf(value: Json): ToolCall {
   return { id: text(value.id), name: text(value.name), arguments: text(value.arguments) };
+}
+
+function failureOf(value: Json): Failure {
+  const { status, retryAtMs } = value;
+  return {
+    status: typeof status === "number" && Number.isInteger(status) ? status : 0,
+    code: text(value.code) || "error",
+    message: text(value.message),
+    retryAtMs: typeof retryAtMs === "number" && Number.isFinite(retryAtMs) ? retryAtMs : null,
+  };
 }
 
 function numbersOf<K extends string>(value: unknown, names: readonly K[]): Record<K, number> | null {

@@ -18,8 +18,10 @@ export interface Usage {
 export interface Timing {
   /** From the request to the first piece of text, in milliseconds. */
   firstTokenMs: number;
-  /** From the request to the end, in milliseconds. */
+  /** From the request to the end, in milliseconds. Of a continued answer: without the waits before later pieces. */
   totalMs: number;
+  /** From the first token of the reasoning to its end, in milliseconds. */
+  reasoningMs?: number;
 }
 
 export interface ToolCall {

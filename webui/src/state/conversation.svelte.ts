@@ -2,11 +2,11 @@
 
 import { contextNumbers, dropOldest, sent, wireMessages } from "../lib/context";
 import { newId } from "../lib/id";
-import { splitReasoning } from "../lib/reasoning";
+import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
 import * as trees from "../lib/tree";
 import type { ChatSettings, Message, Session } from "../lib/types";
-import { Generation } from "./generation";
+import { Generation, isCutInReasoning } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
 import { server } from "./server.svelte";
@@ -53,7 +53,8 @@ export class Conversation {
   /** Asks again: the same answer if nothing came, else a further branch beside it. */
   regenerate(answer: Message): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
-      this.#generate(answer, { failure: undefined, createdMs: Date.now() });
+      const empty = { failure: undefined, usage: undefined, timing: undefined, createdMs: Date.now() };
+      this.#generate({ ...answer, ...empty }, empty);
     } else {
       this.#answer(answer.parent);
     }
@@ -175,8 +176,12 @@ export class Conversation {
 
   #request(answer: Message, model: string | undefined): Record<string, unknown> {
     const before = answer.parent === null ? [] : trees.pathTo(this.tree, answer.parent);
-    const isContinued = answer.content !== "";
-    const all = isContinued ? [...before, answer] : before;
+    const isInReasoning = isCutInReasoning(answer);
+    const isContinued = answer.content !== "" || isInReasoning;
+    const soFar = isInReasoning
+      ? { ...answer, content: unclosed(answer.reasoning ?? ""), reasoning: undefined }
+      : answer;
+    const all = isContinued ? [...before, soFar] : before;
     return {
       ...this.settings.params,
       ...(model ? { model } : {}),

@@ -1,7 +1,9 @@
 // One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
 
 import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
-import type { End, Failure, Message, ToolCall, Usage } from "../lib/types";
+import { continuedTiming, continuedUsage } from "../lib/figures";
+import { continueReasoning, splitReasoning } from "../lib/reasoning";
+import type { End, Failure, Message, Timing, ToolCall, Usage } from "../lib/types";
 import { batched } from "./frames";
 
 const SAVE_MS = 400;
@@ -21,21 +23,27 @@ export class Generation {
   #content: string;
   #reasoning: string;
   #tools: ToolCall[];
+  /** The answer was cut inside its reasoning, and the model has not closed it yet. */
+  #isInReasoning: boolean;
+  readonly #hadAnswer: boolean;
   #usage: Usage | undefined;
   #id = "";
   #firstMs: number | null = null;
+  #reasonedMs: number | null = null;
   #endMs: number | null = null;
   #end: End = "running";
   #failure: Failure | undefined;
 
-  /** `so far`: the answer that is continued; its text comes before what the stream brings. */
+  /** `soFar`: the answer that is continued; its text comes before what the stream brings. */
   constructor(
-    soFar: Message,
+    private readonly soFar: Message,
     readonly messageId = soFar.id,
   ) {
     this.#content = soFar.content;
     this.#reasoning = soFar.reasoning ?? "";
     this.#tools = soFar.toolCalls ?? [];
+    this.#isInReasoning = isCutInReasoning(soFar);
+    this.#hadAnswer = splitReasoning(soFar.content, soFar.reasoning).answer !== "";
   }
 
   /** The server stops working on it; what came stays. */
@@ -56,9 +64,10 @@ export class Generation {
       for await (const piece of streamChat(body, key, this.#control.signal)) {
         switch (piece.kind) {
           case "text":
-            this.#content += piece.text;
+            this.#append(piece.text);
             break;
           case "reasoning":
+            this.#isInReasoning = false; // the server separates it
             this.#reasoning += piece.text;
             break;
           case "tool":
@@ -103,22 +112,48 @@ export class Generation {
     }
   }
 
-  #fields(): Partial<Message> {
+  #append(text: string): void {
+    if (!this.#isInReasoning) {
+      this.#content += text;
+      return;
+    }
+    const parts = continueReasoning(this.#reasoning, text);
+    this.#reasoning = parts.reasoning;
+    this.#content = parts.answer;
+    this.#isInReasoning = parts.thinking;
+  }
+
+  /** Null before the first token. */
+  #timing(): Timing | null {
+    if (this.#firstMs === null) return null;
     const nowMs = this.#endMs ?? performance.now();
-    const timing =
-      this.#firstMs === null
-        ? undefined
-        : { firstTokenMs: this.#firstMs - this.#startMs, totalMs: nowMs - this.#startMs };
+    const parts = splitReasoning(this.#content, this.#reasoning);
+    if (parts.answer !== "") this.#reasonedMs ??= nowMs;
+    const reasoningMs = (this.#reasonedMs ?? nowMs) - this.#firstMs;
+    return {
+      firstTokenMs: this.#firstMs - this.#startMs,
+      totalMs: nowMs - this.#startMs,
+      ...(parts.reasoning !== "" && !this.#hadAnswer ? { reasoningMs } : {}),
+    };
+  }
+
+  #fields(): Partial<Message> {
+    const timing = this.#timing();
     return {
       content: this.#content,
       reasoning: this.#reasoning || undefined,
       toolCalls: this.#tools.length > 0 ? this.#tools : undefined,
-      usage: this.#usage,
-      timing,
+      usage: this.#usage ? continuedUsage(this.soFar.usage, this.#usage) : this.soFar.usage,
+      timing: timing ? continuedTiming(this.soFar.timing, timing) : this.soFar.timing,
       end: this.#end,
       failure: this.#failure,
     };
   }
+}
+
+/** Whether an answer holds nothing but reasoning that the server separated from its text. */
+export function isCutInReasoning(answer: Message): boolean {
+  return answer.content === "" && Boolean(answer.reasoning) && !answer.toolCalls?.length;
 }
 
 function endOf(reason: string): End {
