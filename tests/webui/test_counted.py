@@ -46,8 +46,10 @@ def test_a_piece_of_a_stream_changes_only_the_last_block(fed: Chat) -> None:
     """After 300 paragraphs, code and tables, a word costs no more than in the first one."""
     fed.send("q")
     fed.feed("begin ")
+    expect(fed.text).to_have_text("begin")
     fed.page.evaluate(COUNT)
-    fed.feed("word ")
+    fed.feed("first ")
+    expect(fed.text).to_have_text("begin first")
     first = fed.page.evaluate("touched()")
     assert first > 0
     long = "".join(f"paragraph {i} with **bold** text\n\n| a |\n|---|\n| {i} |\n\n" for i in range(150))
@@ -55,8 +57,9 @@ def test_a_piece_of_a_stream_changes_only_the_last_block(fed: Chat) -> None:
     expect(fed.text.locator(".block")).to_have_count(303)
     expect(fed.text.locator(".hljs-number")).to_have_count(1)  # the highlighter is loaded, too
     fed.page.evaluate("touched()")
-    for _ in range(5):
-        fed.feed("word ")
+    for i in range(5):
+        fed.feed(f"word{i} ")
+        expect(fed.text).to_contain_text(f"word{i}")
         assert fed.page.evaluate("touched()") <= first
     fed.end()
 
@@ -65,8 +68,10 @@ def test_pieces_within_one_frame_are_rendered_once(fed: Chat) -> None:
     """200 pieces at once are rendered in a few frames, not 200 times."""
     fed.send("q")
     fed.feed("begin ")
+    expect(fed.text).to_have_text("begin")
     fed.page.evaluate(COUNT)
     fed.feed("word ")
+    expect(fed.text).to_have_text("begin word")
     one = fed.page.evaluate("touched()")
     fed.page.evaluate("for (let i = 0; i < 200; i++) feed.text(`w${i} `)")
     expect(fed.text).to_contain_text("w199")

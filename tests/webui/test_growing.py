@@ -75,12 +75,14 @@ def test_code_has_its_colors_while_it_grows(fed: Chat) -> None:
     fed.text.locator("pre").focus()
     fed.page.evaluate(COUNT)
     fed.feed(lines[0])
+    expect(fed.text.locator(".hljs-comment")).to_have_text("# add 0")
     first = fed.page.evaluate("touched()")
     fed.feed("".join(lines[1:-10]))
     expect(fed.text.locator(".hljs-comment").last).to_contain_text("# add 189")
     fed.page.evaluate("touched()")
-    for line in lines[-10:]:
-        fed.feed(line)
+    for i in range(190, 200):
+        fed.feed(lines[i])
+        expect(fed.text.locator(".hljs-comment").last).to_have_text(f"# add {i}")
         assert fed.page.evaluate("touched()") <= 2 * first
     fed.text.locator(".hljs-keyword").first.evaluate_all(REMEMBER)
     fed.feed("```\n\nafter")
@@ -98,14 +100,18 @@ def test_code_has_its_colors_while_it_grows(fed: Chat) -> None:
 def test_a_growing_table_only_gets_rows(fed: Chat) -> None:
     fed.send("q")
     fed.feed("| a | b |\n|---|---|\n| 0 | **x** |\n")
+    expect(fed.text.locator("tr")).to_have_count(2)
     fed.page.evaluate(COUNT)
     fed.feed("| 1 | **x** |\n")
+    expect(fed.text.locator("strong")).to_have_count(2)
     first = fed.page.evaluate("touched()")
     fed.feed("".join(f"| {i} | **x** |\n" for i in range(2, 120)))
+    expect(fed.text.locator("strong")).to_have_count(120)
     fed.text.locator("tr").evaluate_all(REMEMBER)
     fed.page.evaluate("touched()")
     for i in range(120, 130):
         fed.feed(f"| {i} ", "| **x** |\n")
+        expect(fed.text.locator("strong")).to_have_count(i + 1)
         assert fed.page.evaluate("touched()") <= 2 * first
     expect(fed.text.locator("tr")).to_have_count(131)
     assert fed.page.evaluate("lost()") == 0

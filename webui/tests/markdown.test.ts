@@ -54,6 +54,22 @@ describe("Markdown", () => {
     }
   });
 
+  it("divides a long paragraph, however it arrives", () => {
+    const words = Array.from({ length: 6000 }, (_, i) => `word${i}`);
+    const text = `# Title\n\n${words.join(" ")}\n\nthe end`;
+    const whole = new Blocks().update(text, true, LABELS);
+    expect(whole.length).toBeGreaterThan(6);
+    for (const { shell } of whole) expect(shell.length).toBeLessThan(8100);
+    expect(joined(whole).match(/word\d+/g)).toEqual(words);
+    const blocks = new Blocks();
+    for (let at = 0; at <= text.length; at += 997) blocks.update(text.slice(0, at), false, LABELS);
+    expect(blocks.update(text, true, LABELS)).toEqual(whole);
+    // A paragraph without a space, too.
+    expect(new Blocks().update("x".repeat(20_000), true, LABELS).map(({ shell }) => shell.length)).toEqual([
+      8008, 8008, 4008,
+    ]);
+  });
+
   it("parses the last block only, and nothing if nothing has changed", () => {
     const blocks = new Blocks();
     const before = blocks.update("one\n\ntwo\n\nthr", false, LABELS);

@@ -8,8 +8,10 @@ import type { Block } from "./markdown";
 import { patchChildren } from "./patch";
 import { prose } from "./sanitise";
 
-// A longer formula stays TeX.
-const TEX_CHARS_MAX = 5_000;
+// A longer formula stays TeX. Within a line it is hardly a formula, but text between two dollar signs.
+const TEX_CHARS_MAX = { displayed: 5_000, inline: 1_000 };
+// Typeset formulas are kept by their source: text that grows may move a formula to another element.
+const FORMULAS_KEPT = 200;
 // Of a frame: an old chat with much code and many formulas is finished over several frames.
 const BUDGET_MS = 8;
 
@@ -118,13 +120,26 @@ function finishCode(element: HTMLElement, leaf: Leaf, deadlineMs: number): boole
 function finishFormula(element: HTMLElement, tex: string): void {
   if (formulas === null) {
     void import("./katex").then((loaded) => {
-      formulas = loaded.typeset;
+      formulas = cached(loaded.typeset);
       later(element);
     }, stayPlain);
   }
-  const isShort = tex.length <= TEX_CHARS_MAX;
-  const made = isShort && formulas !== null ? formulas(tex, element.classList.contains("display")) : null;
-  element.replaceChildren(made ?? tex);
+  element.replaceChildren(formulas?.(tex, element.classList.contains("display")) ?? tex);
+}
+
+/** `typeset` with the formulas of before; a formula that is too long is null, like TeX with an error. */
+function cached(make: typeof typeset): typeof typeset {
+  const made = new Map<string, DocumentFragment | null>();
+  return (tex, isDisplayed) => {
+    if (tex.length > TEX_CHARS_MAX[isDisplayed ? "displayed" : "inline"]) return null;
+    const key = `${isDisplayed} ${tex}`;
+    const known = made.get(key);
+    const formula = known === undefined ? make(tex, isDisplayed) : known;
+    made.delete(key); // the least recently used one is the first
+    made.set(key, formula);
+    if (made.size > FORMULAS_KEPT) made.delete(made.keys().next().value!);
+    return (formula?.cloneNode(true) ?? null) as DocumentFragment | null;
+  };
 }
 
 /** A library that could not be loaded is asked for again with the next block. */

@@ -51,6 +51,9 @@ rules.td_open = (tokens, i) => cell("td", tokens[i]!);
 rules.fence = (tokens, i, _options, env) => codeBlock(tokens[i]!, labelsOf(env));
 rules.code_block = (tokens, i, _options, env) => codeBlock(tokens[i]!, labelsOf(env));
 
+// A longer paragraph becomes several: a text without line breaks must not be parsed and laid out whole with each piece.
+const PARAGRAPH_CHARS_MAX = 8_000;
+
 /** The labels that `Blocks` puts into the renderer's environment. */
 function labelsOf(env: Env | undefined): Labels {
   return env as Env & Labels;
@@ -116,7 +119,7 @@ export class Blocks {
     this.#isWhole = isWhole;
     const rest = text.slice(this.#from);
     const env = { ...labels, references: this.#references };
-    const groups = topLevel(md.parse(rest, env));
+    const groups = parts(rest, env);
     const before = groups.slice(0, -1);
     const levels = before.reduce((open, { tokens }) => nestHeadings(tokens, open), this.#levels);
     nestHeadings(groups.at(-1)?.tokens ?? [], levels);
@@ -124,7 +127,7 @@ export class Blocks {
     this.#blocks = [...this.#blocks.slice(0, this.#finished), ...parsed];
     if (groups.length > 1) {
       this.#finished = this.#blocks.length - 1;
-      this.#from += lineOffset(rest, groups.at(-1)!.startLine);
+      this.#from += groups.at(-1)!.start;
       this.#levels = levels;
     }
     return this.#blocks;
@@ -144,20 +147,57 @@ function blockOf(tokens: Token[], env: Env): Block {
   };
 }
 
-/** The tokens of each block of the outermost level, with the line on which it begins. */
-function topLevel(tokens: Token[]): { tokens: Token[]; startLine: number }[] {
-  const groups: { tokens: Token[]; startLine: number }[] = [];
+interface Group {
+  tokens: Token[];
+  /** Where it begins, in characters. */
+  start: number;
+}
+
+/** The blocks of the outermost level. */
+function parts(text: string, env: Env): Group[] {
+  const groups = topLevel(md.parse(text, env), text);
+  return groups.flatMap((group, i) => {
+    const end = groups[i + 1]?.start ?? text.length;
+    if (group.tokens[0]!.type !== "paragraph_open" || end - group.start <= PARAGRAPH_CHARS_MAX)
+      return [group];
+    return pieces(text, group.start, end).flatMap(([from, to]) => {
+      const piece = text.slice(from, to);
+      return topLevel(md.parse(piece, env), piece).map(({ tokens, start }) => ({
+        tokens,
+        start: from + start,
+      }));
+    });
+  });
+}
+
+/** The ranges of a long paragraph. Each begins with a space or line break, if there is one, and can be found again. */
+function pieces(text: string, start: number, end: number): [number, number][] {
+  const out: [number, number][] = [];
+  let from = start;
+  while (end - from > PARAGRAPH_CHARS_MAX) {
+    const latest = from + PARAGRAPH_CHARS_MAX;
+    const space = Math.max(text.lastIndexOf(" ", latest), text.lastIndexOf("\n", latest));
+    const to = space > from ? space : latest;
+    out.push([from, to]);
+    from = to;
+  }
+  out.push([from, end]);
+  return out;
+}
+
+/** The tokens of each block of the outermost level of a text. */
+function topLevel(tokens: Token[], text = ""): Group[] {
+  const groups: Group[] = [];
   let depth = 0;
+  let line = 0;
+  let start = 0;
   for (const token of tokens) {
-    if (depth === 0) groups.push({ tokens: [], startLine: token.map?.[0] ?? 0 });
+    if (depth === 0) {
+      for (const first = token.map?.[0] ?? line; line < first; line++) start = text.indexOf("\n", start) + 1;
+      groups.push({ tokens: [], start });
+    }
     groups.at(-1)!.tokens.push(token);
     depth += token.nesting;
   }
   return groups;
-}
-
-function lineOffset(text: string, line: number): number {
-  let at = 0;
-  for (let i = 0; i < line; i++) at = text.indexOf("\n", at) + 1;
-  return at;
 }

@@ -160,9 +160,9 @@ export class Conversation {
       draw: (changed: Partial<Message>) => {
         this.tree = trees.update(this.tree, message.id, changed);
       },
-      save: () => {
+      save: (changed: Partial<Message>) => {
         const now = this.tree.messages.get(message.id);
-        if (now && this.session) void this.library.db?.putMessages(this.id, [now]);
+        if (now && this.session) void this.library.db?.putMessages(this.id, [{ ...now, ...changed }]);
       },
       failed: server.noticed.bind(server),
     };

@@ -1,4 +1,4 @@
-// One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
+// One answer being made: reads the stream, tells the conversation once a frame at most, the store twice a second and when the page goes.
 
 import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
 import { continuedTiming, continuedUsage } from "../lib/figures";
@@ -10,10 +10,10 @@ const SAVE_MS = 400;
 const LEAVE_MS = 100;
 
 export interface Sink {
-  /** The fields that changed; called once a frame. */
+  /** The fields that changed; called once a frame at most. */
   draw(fields: Partial<Message>): void;
-  /** Time to write what has been drawn; at the first piece, twice a second at most, when the page goes, at the end. */
-  save(): void;
+  /** Time to write the fields; at the first piece, twice a second at most, when the page goes, at the end. */
+  save(fields: Partial<Message>): void;
   failed(error: ApiError): void;
 }
 
@@ -54,10 +54,7 @@ export class Generation {
   /** Runs to the end, however it ends. */
   async run(body: Record<string, unknown>, key: string, sink: Sink): Promise<void> {
     const frames = batched(() => sink.draw(this.#fields()));
-    const save = () => {
-      frames.now();
-      sink.save();
-    };
+    const save = () => sink.save(this.#fields());
     let savedMs = -Infinity; // the first piece is written at once: a reload right after it finds it
     addEventListener("pagehide", save);
     try {
@@ -108,6 +105,7 @@ export class Generation {
     } finally {
       removeEventListener("pagehide", save);
       if (this.#end === "running") this.#end = "error";
+      frames.now();
       save();
     }
   }
