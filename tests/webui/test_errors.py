@@ -237,6 +237,7 @@ def test_a_wrong_key_is_reported_and_a_right_one_can_be_remembered(
         # A reload needs no key; unchecking the box forgets it at once.
         chat.reload()
         page.keyboard.press("Control+,")
+        page.get_by_role("tab", name="Page").click()
         expect(remember).to_be_checked()
         remember.uncheck()
         page.keyboard.press("Escape")

@@ -12,6 +12,11 @@ export interface Figures {
   accepted: number;
 }
 
+/** A number of tokens in a short form: 512, 8k, 128k. */
+export function shortTokens(n: number): string {
+  return n < 1024 ? String(n) : `${Math.round(n / 1024)}k`;
+}
+
 /** Tokens a second are those after the first, over the time after the first: how fast one reads them appear. */
 export function figures(message: Message): Figures {
   const { usage, timing } = message;

@@ -1,7 +1,9 @@
 // One open conversation: its tree, its answer in the making, and everything that a reader can do to it.
 
 import { contextNumbers, dropOldest, sent, wireMessages } from "../lib/context";
+import { figures } from "../lib/figures";
 import { newId } from "../lib/id";
+import { chatFields } from "../lib/request";
 import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
 import * as trees from "../lib/tree";
@@ -83,6 +85,15 @@ export class Conversation {
     this.#generate(answer, { failure: undefined });
   }
 
+  /** The results of an answer's tool calls, one for each; the model goes on with them. */
+  answerTools(answer: Message, results: readonly string[]): void {
+    let parent = answer.id;
+    answer.toolCalls?.forEach(({ id: toolCallId }, i) => {
+      parent = this.#add({ role: "tool", content: results[i] ?? "", toolCallId, parent }).id;
+    });
+    this.#answer(parent);
+  }
+
   stop(): void {
     this.running?.stop();
   }
@@ -152,7 +163,12 @@ export class Conversation {
   #generate(message: Message, fields: Partial<Message>): void {
     this.stop();
     const model = server.model(this.settings.model)?.id;
-    this.tree = trees.update(this.tree, message.id, { ...fields, model, end: "running" });
+    this.tree = trees.update(this.tree, message.id, {
+      ...fields,
+      model,
+      effort: this.settings.effort,
+      end: "running",
+    });
     const generation = new Generation(message);
     this.running = generation;
     this.library.keep(this);
@@ -183,7 +199,7 @@ export class Conversation {
       : answer;
     const all = isContinued ? [...before, soFar] : before;
     return {
-      ...this.settings.params,
+      ...chatFields(this.settings),
       ...(model ? { model } : {}),
       messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
@@ -194,6 +210,8 @@ export class Conversation {
     const message = this.tree.messages.get(id);
     this.library.ended(this);
     if (!message) return;
+    const { tokensPerS } = figures(message);
+    if (message.model && tokensPerS !== null) server.setSpeed(message.model, tokensPerS);
     const answer = splitReasoning(message.content, message.reasoning).answer;
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);

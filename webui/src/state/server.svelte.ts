@@ -8,6 +8,7 @@ import { ratesOf, sampleOf, type Rates, type Sample } from "../lib/metrics";
 const RETRY_MS = 2000;
 const POLL_MS = 1000;
 const KEY = "api_key";
+const SPEEDS = "speeds";
 export const SAMPLES = 60;
 
 export type Status = "connecting" | "ready" | "locked" | "loading" | "gone";
@@ -25,6 +26,8 @@ export class Server {
   isKeyRejected = $state(false);
   status = $state<Status>("connecting");
   models = $state.raw<readonly Model[]>([]);
+  /** Tokens per second of the last answer of each model in this browser. */
+  speeds = $state.raw<Readonly<Record<string, number>>>({});
   points = $state.raw<readonly Point[]>([]);
   #timer: ReturnType<typeof setTimeout> | undefined;
   #newest = 0;
@@ -35,12 +38,19 @@ export class Server {
     this.#db = db;
     this.key = (await db?.value<string>(KEY)) ?? "";
     this.isKeyStored = this.key !== "";
+    this.speeds = (await db?.value<Record<string, number>>(SPEEDS)) ?? {};
     void this.connect();
   }
 
   /** The model that a request with this setting goes to: the named one if it is served, else the first. */
   model(wanted: string): Model | null {
     return this.models.find(({ id }) => id === wanted) ?? this.models[0] ?? null;
+  }
+
+  /** Notes how fast an answer came. */
+  setSpeed(model: string, tokensPerS: number): void {
+    this.speeds = { ...this.speeds, [model]: tokensPerS };
+    void this.#db?.putValue(SPEEDS, this.speeds);
   }
 
   /** Asks for the models; goes on asking while there is no server or the model loads. The newest question counts. */
