@@ -54,6 +54,13 @@ describe("Markdown", () => {
     }
   });
 
+  it.each(["\r\n", "\r"])("is the same with lines that end in %j", (end) => {
+    const blocks = new Blocks();
+    let text = "";
+    for (const c of SAMPLE.slice(0, 150).replaceAll("\n", end)) blocks.update((text += c), false, LABELS);
+    expect(joined(blocks.update(text, false, LABELS))).toBe(render(SAMPLE.slice(0, 150)));
+  });
+
   it("divides a long paragraph, however it arrives", () => {
     const words = Array.from({ length: 6000 }, (_, i) => `word${i}`);
     const text = `# Title\n\n${words.join(" ")}\n\nthe end`;

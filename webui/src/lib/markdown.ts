@@ -54,6 +54,8 @@ rules.code_block = (tokens, i, _options, env) => codeBlock(tokens[i]!, labelsOf(
 // A longer paragraph becomes several: a text without line breaks must not be parsed and laid out whole with each piece.
 const PARAGRAPH_CHARS_MAX = 8_000;
 
+const LINE_END = /\r\n?|\n/g;
+
 /** The labels that `Blocks` puts into the renderer's environment. */
 function labelsOf(env: Env | undefined): Labels {
   return env as Env & Labels;
@@ -193,11 +195,17 @@ function topLevel(tokens: Token[], text = ""): Group[] {
   let start = 0;
   for (const token of tokens) {
     if (depth === 0) {
-      for (const first = token.map?.[0] ?? line; line < first; line++) start = text.indexOf("\n", start) + 1;
+      for (const first = token.map?.[0] ?? line; line < first; line++) start = nextLine(text, start);
       groups.push({ tokens: [], start });
     }
     groups.at(-1)!.tokens.push(token);
     depth += token.nesting;
   }
   return groups;
+}
+
+/** Where the line after the one at `from` begins. The parser takes each of \r\n, \r and \n as a line's end. */
+function nextLine(text: string, from: number): number {
+  LINE_END.lastIndex = from;
+  return LINE_END.exec(text) ? LINE_END.lastIndex : text.length;
 }
