@@ -13,8 +13,9 @@ from serving import Server
 
 AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = (
-    "Text with `code`, a [link](https://example.com) and $x^2$.\n\n"
-    "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |"
+    "### A heading\n\nText with `code`, a [link](https://example.com) and $x^2$.\n\n"
+    "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |\n\n- [x] done\n- [ ] open **task**\n\n"
+    f"$$\n{' + '.join('abcdefghijklmnopqrstuvwxyz' * 2)}\n$$\n"
 )
 
 
@@ -35,10 +36,19 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     views = {"welcome": violations(chat)}
     chat.complete_with({"reasoning_content": "hm"}, RICH)
     chat.send("A question")
-    expect(chat.text.locator("math")).to_have_count(1)
+    expect(chat.text.locator("math")).to_have_count(2)
     expect(chat.text.locator(".hljs-comment")).to_have_count(1)
     chat.completion.get_by_text("Reasoning").click()
     views["conversation"] = violations(chat)
+    chat.completion.locator(".usage button").click()
+    expect(chat.completion.get_by_text("Time to the first token")).to_be_visible()
+    views["usage"] = violations(chat)
+    chat.page.keyboard.press("Escape")
+    chat.page.keyboard.press("Control+F")
+    chat.page.get_by_role("searchbox", name="Find in chat").fill("heading")
+    expect(chat.page.get_by_role("search").get_by_role("status")).to_have_text("1 of 1")
+    views["find"] = violations(chat)
+    chat.page.keyboard.press("Escape")
     chat.fail_with(429, "server_overloaded", "all places are taken")
     chat.send("Another")
     expect(chat.page.get_by_role("alert")).to_be_visible()
@@ -48,7 +58,12 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     views["error, branches and status"] = violations(chat)
     chat.page.keyboard.press("Control+,")
     chat.page.get_by_text("More parameters").click()
+    chat.page.get_by_text("Structured output and tools").click()
     views["settings"] = violations(chat)
+    chat.page.get_by_role("tab", name="Answers").press("ArrowRight")
+    expect(chat.page.get_by_role("tab", name="Page")).to_be_focused()
+    expect(chat.page.get_by_label("Theme")).to_be_visible()
+    views["settings of the page"] = violations(chat)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+K")
     chat.page.get_by_role("searchbox").fill("question")
@@ -70,8 +85,10 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     )
     chat = Chat.open(context, tiny.url)
     chat.complete_with("x" * 300 + "\n\n" + RICH)
-    chat.send("y" * 300)
+    chat.message.fill("y" * 300)
+    chat.button("Send").tap()
     expect(chat.text).to_contain_text("x" * 300)
+    expect(chat.text.locator("math")).to_have_count(2)
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     expect(chat.button("Send")).to_be_in_viewport(ratio=1)
     expect(chat.completion.get_by_role("button", name="Regenerate")).to_be_visible()
@@ -161,7 +178,7 @@ def test_escape_stops_the_completion(chat: Chat, tiny: Server) -> None:
 def test_the_help_sheet_names_the_shortcuts(chat: Chat) -> None:
     chat.page.keyboard.press("Control+/")
     sheet = chat.page.get_by_role("dialog", name="Keyboard shortcuts")
-    for action in ("New chat", "Search", "Stop the answer", "Edit the last message", "Send", "New line"):
+    for action in ("New chat", "Search", "stop the answer", "Edit the last message", "Send", "New line"):
         expect(sheet.get_by_role("term").filter(has_text=action).first).to_be_visible()
 
 

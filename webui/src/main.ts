@@ -1,20 +1,24 @@
 import { mount } from "svelte";
 import App from "./components/App.svelte";
+import { chatOf } from "./lib/address";
 import { Db } from "./lib/db";
 import "./styles/base.css";
 import "./styles/prose.css";
 import { library } from "./state/library.svelte";
 import { settings } from "./state/look.svelte";
+import { keepPlaces } from "./state/places";
 import { server } from "./state/server.svelte";
 import { Sync } from "./state/sync.svelte";
 import { t, ui } from "./state/ui.svelte";
 
-void server.connect();
 const db = await Db.open().catch(() => null);
+await server.load(db);
 await settings.load(db);
 await library.load(db);
-const wanted = /^#\/chat\/([\w-]+)$/.exec(location.hash)?.[1] ?? null;
+const wanted = chatOf(location.hash);
+keepPlaces(library.places);
 await library.show(wanted);
 if (db !== null) void new Sync(db, library).start();
+else library.allKnown();
 mount(App, { target: document.getElementById("app")! });
 if (db === null) ui.toast(t("no_store"));

@@ -26,8 +26,17 @@ const messages: Message[] = [
     createdMs: 3,
     end: "length",
     usage: { promptTokens: 3, cachedTokens: 1, completionTokens: 2, draftTokens: 4, acceptedTokens: 1 },
-    timing: { firstTokenMs: 5, totalMs: 9 },
+    timing: { firstTokenMs: 5, totalMs: 9, reasoningMs: 2 },
     toolCalls: [{ id: "t", name: "f", arguments: "{}" }],
+  },
+  {
+    id: "d",
+    parent: "a",
+    role: "assistant",
+    content: "",
+    createdMs: 4,
+    end: "error",
+    failure: { status: 429, code: "server_overloaded", message: "later", retryAtMs: NOW },
   },
 ];
 const session = newSession(NOW, {

@@ -1,7 +1,7 @@
 // The only file that talks HTTP to the model's API. Errors carry the server's own words.
 
 import { events } from "./sse";
-import type { Failure, Usage } from "./types";
+import type { Failure, Params, Usage } from "./types";
 
 /** A completion waits at most this long for its number of drafts. */
 const DRAFTS_MS = 2000;
@@ -27,6 +27,10 @@ export interface Model {
   id: string;
   /** Tokens of prompt and answer together; null if the server does not say. */
   maxModelLen: number | null;
+  /** Sampling parameters that the model sets where a request does not; empty if the server does not say. */
+  defaults: Params;
+  /** How its weights are stored: "BF16", "Q4_K_M"; "" if the server does not say. */
+  format: string;
 }
 
 /** A tool call comes in pieces: `index` tells which call a piece belongs to. */
@@ -48,9 +52,33 @@ export type Piece =
 
 /** The served models; the first is the default. Throws ApiError. */
 export async function listModels(key: string): Promise<Model[]> {
-  const answer = await call("/v1/models", key, {});
-  const list = (await answer.json()) as { data: { id: string; max_model_len?: number | null }[] };
-  return list.data.map((card) => ({ id: card.id, maxModelLen: card.max_model_len ?? null }));
+  const [answer, formats] = await Promise.all([call("/v1/models", key, {}), weightFormats(key)]);
+  const list = (await answer.json()) as { data: Card[] };
+  return list.data.map((card) => ({
+    id: card.id,
+    maxModelLen: card.max_model_len ?? null,
+    defaults: card.default_sampling_params ?? {},
+    format: formats.get(card.id) ?? "",
+  }));
+}
+
+/** The weight formats of the served models by name, from Ollama's list; empty without it. */
+async function weightFormats(key: string): Promise<ReadonlyMap<string, string>> {
+  try {
+    const answer = await call("/api/tags", key, {});
+    const list = (await answer.json()) as {
+      models: { name: string; details: { quantization_level: string } }[];
+    };
+    return new Map(list.models.map(({ name, details }) => [name, details.quantization_level]));
+  } catch {
+    return new Map();
+  }
+}
+
+interface Card {
+  id: string;
+  max_model_len?: number | null;
+  default_sampling_params?: Params;
 }
 
 /** The text of /metrics. Throws ApiError. */

@@ -3,7 +3,8 @@
 import { newId } from "./id";
 import { cleanTitle, titleOf } from "./title";
 import { fromMessages } from "./tree";
-import type { ChatSettings, End, Message, Params, Role, Session, ToolCall } from "./types";
+import { EFFORTS, type ChatSettings, type Effort, type End, type Failure, type Message } from "./types";
+import type { Params, Role, Session, ToolCall } from "./types";
 
 const FORMAT = "llaisys-chats";
 const VERSION = 1;
@@ -134,6 +135,7 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   };
   if (text(value.reasoning)) message.reasoning = text(value.reasoning);
   if (text(value.model)) message.model = text(value.model);
+  Object.assign(message, effortOf(value.effort));
   if (text(value.toolCallId)) message.toolCallId = text(value.toolCallId);
   if (ENDS.includes(text(value.end))) message.end = value.end as End;
   if (Array.isArray(value.toolCalls)) message.toolCalls = value.toolCalls.filter(isObject).map(toolCallOf);
@@ -141,12 +143,23 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   if (usage)
     message.usage = { ...usage, ...numbersOf(value.usage, ["draftTokens", "acceptedTokens"] as const) };
   const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
-  if (timing) message.timing = timing;
+  if (timing) message.timing = { ...timing, ...numbersOf(value.timing, ["reasoningMs"] as const) };
+  if (isObject(value.failure)) message.failure = failureOf(value.failure);
   return message;
 }
 
 function toolCallOf(value: Json): ToolCall {
   return { id: text(value.id), name: text(value.name), arguments: text(value.arguments) };
+}
+
+function failureOf(value: Json): Failure {
+  const { status, retryAtMs } = value;
+  return {
+    status: typeof status === "number" && Number.isInteger(status) ? status : 0,
+    code: text(value.code) || "error",
+    message: text(value.message),
+    retryAtMs: typeof retryAtMs === "number" && Number.isFinite(retryAtMs) ? retryAtMs : null,
+  };
 }
 
 function numbersOf<K extends string>(value: unknown, names: readonly K[]): Record<K, number> | null {
@@ -157,7 +170,19 @@ function numbersOf<K extends string>(value: unknown, names: readonly K[]): Recor
 function settingsOf(value: unknown): ChatSettings | null {
   if (!isObject(value)) return null;
   const params = isObject(value.params) ? (value.params as Params) : {};
-  return { model: text(value.model), system: text(value.system), params };
+  return {
+    model: text(value.model),
+    system: text(value.system),
+    params,
+    ...effortOf(value.effort),
+    ...(text(value.schema) ? { schema: text(value.schema) } : {}),
+    ...(text(value.tools) ? { tools: text(value.tools) } : {}),
+  };
+}
+
+function effortOf(value: unknown): { effort?: Effort } {
+  const effort = EFFORTS.find((known) => known === value);
+  return effort ? { effort } : {};
 }
 
 // --- Markdown: a heading, then each message under a comment that says whose it is ---

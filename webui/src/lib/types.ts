@@ -18,8 +18,10 @@ export interface Usage {
 export interface Timing {
   /** From the request to the first piece of text, in milliseconds. */
   firstTokenMs: number;
-  /** From the request to the end, in milliseconds. */
+  /** From the request to the end, in milliseconds. Of a continued answer: without the waits before later pieces. */
   totalMs: number;
+  /** From the first token of the reasoning to its end, in milliseconds. */
+  reasoningMs?: number;
 }
 
 export interface ToolCall {
@@ -50,6 +52,8 @@ export interface Message {
   /** Of a tool's answer: the call that it answers. */
   toolCallId?: string;
   model?: string;
+  /** The effort that was asked for. */
+  effort?: Effort;
   end?: End;
   usage?: Usage;
   timing?: Timing;
@@ -59,11 +63,21 @@ export interface Message {
 /** Sampling parameters by their names on the wire; what is absent is the server's default. */
 export type Params = Record<string, number | boolean | string[] | number[] | Record<string, number>>;
 
+export const EFFORTS = ["none", "low", "medium", "high"] as const;
+/** How much a model reasons before it answers. */
+export type Effort = (typeof EFFORTS)[number];
+
 /** What a conversation is asked with. `model` "" is the server's first. */
 export interface ChatSettings {
   model: string;
   system: string;
   params: Params;
+  /** Absent: as the model's template has it. */
+  effort?: Effort;
+  /** The JSON Schema of the answer, as it was typed; absent: free text. */
+  schema?: string;
+  /** A JSON list of the tools that the model may call, as it was typed; absent: none. */
+  tools?: string;
 }
 
 export interface Session {

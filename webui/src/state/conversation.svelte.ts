@@ -1,12 +1,14 @@
 // One open conversation: its tree, its answer in the making, and everything that a reader can do to it.
 
 import { contextNumbers, dropOldest, sent, wireMessages } from "../lib/context";
+import { figures } from "../lib/figures";
 import { newId } from "../lib/id";
-import { splitReasoning } from "../lib/reasoning";
+import { chatFields } from "../lib/request";
+import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
 import * as trees from "../lib/tree";
 import type { ChatSettings, Message, Session } from "../lib/types";
-import { Generation } from "./generation";
+import { Generation, isCutInReasoning } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
 import { server } from "./server.svelte";
@@ -53,7 +55,8 @@ export class Conversation {
   /** Asks again: the same answer if nothing came, else a further branch beside it. */
   regenerate(answer: Message): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
-      this.#generate(answer, { failure: undefined, createdMs: Date.now() });
+      const empty = { failure: undefined, usage: undefined, timing: undefined, createdMs: Date.now() };
+      this.#generate({ ...answer, ...empty }, empty);
     } else {
       this.#answer(answer.parent);
     }
@@ -80,6 +83,15 @@ export class Conversation {
   /** Goes on where an answer was cut. */
   continueAnswer(answer: Message): void {
     this.#generate(answer, { failure: undefined });
+  }
+
+  /** The results of an answer's tool calls, one for each; the model goes on with them. */
+  answerTools(answer: Message, results: readonly string[]): void {
+    let parent = answer.id;
+    answer.toolCalls?.forEach(({ id: toolCallId }, i) => {
+      parent = this.#add({ role: "tool", content: results[i] ?? "", toolCallId, parent }).id;
+    });
+    this.#answer(parent);
   }
 
   stop(): void {
@@ -151,7 +163,12 @@ export class Conversation {
   #generate(message: Message, fields: Partial<Message>): void {
     this.stop();
     const model = server.model(this.settings.model)?.id;
-    this.tree = trees.update(this.tree, message.id, { ...fields, model, end: "running" });
+    this.tree = trees.update(this.tree, message.id, {
+      ...fields,
+      model,
+      effort: this.settings.effort,
+      end: "running",
+    });
     const generation = new Generation(message);
     this.running = generation;
     this.library.keep(this);
@@ -159,9 +176,9 @@ export class Conversation {
       draw: (changed: Partial<Message>) => {
         this.tree = trees.update(this.tree, message.id, changed);
       },
-      save: () => {
+      save: (changed: Partial<Message>) => {
         const now = this.tree.messages.get(message.id);
-        if (now && this.session) void this.library.db?.putMessages(this.id, [now]);
+        if (now && this.session) void this.library.db?.putMessages(this.id, [{ ...now, ...changed }]);
       },
       failed: server.noticed.bind(server),
     };
@@ -175,10 +192,14 @@ export class Conversation {
 
   #request(answer: Message, model: string | undefined): Record<string, unknown> {
     const before = answer.parent === null ? [] : trees.pathTo(this.tree, answer.parent);
-    const isContinued = answer.content !== "";
-    const all = isContinued ? [...before, answer] : before;
+    const isInReasoning = isCutInReasoning(answer);
+    const isContinued = answer.content !== "" || isInReasoning;
+    const soFar = isInReasoning
+      ? { ...answer, content: unclosed(answer.reasoning ?? ""), reasoning: undefined }
+      : answer;
+    const all = isContinued ? [...before, soFar] : before;
     return {
-      ...this.settings.params,
+      ...chatFields(this.settings),
       ...(model ? { model } : {}),
       messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
@@ -189,6 +210,8 @@ export class Conversation {
     const message = this.tree.messages.get(id);
     this.library.ended(this);
     if (!message) return;
+    const { tokensPerS } = figures(message);
+    if (message.model && tokensPerS !== null) server.setSpeed(message.model, tokensPerS);
     const answer = splitReasoning(message.content, message.reasoning).answer;
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);

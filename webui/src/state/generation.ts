@@ -1,17 +1,19 @@
-// One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
+// One answer being made: reads the stream, tells the conversation once a frame at most, the store twice a second and when the page goes.
 
 import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
-import type { End, Failure, Message, ToolCall, Usage } from "../lib/types";
+import { continuedTiming, continuedUsage } from "../lib/figures";
+import { continueReasoning, splitReasoning } from "../lib/reasoning";
+import type { End, Failure, Message, Timing, ToolCall, Usage } from "../lib/types";
 import { batched } from "./frames";
 
 const SAVE_MS = 400;
 const LEAVE_MS = 100;
 
 export interface Sink {
-  /** The fields that changed; called once a frame. */
+  /** The fields that changed; called once a frame at most. */
   draw(fields: Partial<Message>): void;
-  /** Time to write what has been drawn; at the first piece, twice a second at most, when the page goes, at the end. */
-  save(): void;
+  /** Time to write the fields; at the first piece, twice a second at most, when the page goes, at the end. */
+  save(fields: Partial<Message>): void;
   failed(error: ApiError): void;
 }
 
@@ -21,21 +23,27 @@ export class Generation {
   #content: string;
   #reasoning: string;
   #tools: ToolCall[];
+  /** The answer was cut inside its reasoning, and the model has not closed it yet. */
+  #isInReasoning: boolean;
+  readonly #hadAnswer: boolean;
   #usage: Usage | undefined;
   #id = "";
   #firstMs: number | null = null;
+  #reasonedMs: number | null = null;
   #endMs: number | null = null;
   #end: End = "running";
   #failure: Failure | undefined;
 
-  /** `so far`: the answer that is continued; its text comes before what the stream brings. */
+  /** `soFar`: the answer that is continued; its text comes before what the stream brings. */
   constructor(
-    soFar: Message,
+    private readonly soFar: Message,
     readonly messageId = soFar.id,
   ) {
     this.#content = soFar.content;
     this.#reasoning = soFar.reasoning ?? "";
     this.#tools = soFar.toolCalls ?? [];
+    this.#isInReasoning = isCutInReasoning(soFar);
+    this.#hadAnswer = splitReasoning(soFar.content, soFar.reasoning).answer !== "";
   }
 
   /** The server stops working on it; what came stays. */
@@ -46,19 +54,17 @@ export class Generation {
   /** Runs to the end, however it ends. */
   async run(body: Record<string, unknown>, key: string, sink: Sink): Promise<void> {
     const frames = batched(() => sink.draw(this.#fields()));
-    const save = () => {
-      frames.now();
-      sink.save();
-    };
+    const save = () => sink.save(this.#fields());
     let savedMs = -Infinity; // the first piece is written at once: a reload right after it finds it
     addEventListener("pagehide", save);
     try {
       for await (const piece of streamChat(body, key, this.#control.signal)) {
         switch (piece.kind) {
           case "text":
-            this.#content += piece.text;
+            this.#append(piece.text);
             break;
           case "reasoning":
+            this.#isInReasoning = false; // the server separates it
             this.#reasoning += piece.text;
             break;
           case "tool":
@@ -99,26 +105,53 @@ export class Generation {
     } finally {
       removeEventListener("pagehide", save);
       if (this.#end === "running") this.#end = "error";
+      frames.now();
       save();
     }
   }
 
-  #fields(): Partial<Message> {
+  #append(text: string): void {
+    if (!this.#isInReasoning) {
+      this.#content += text;
+      return;
+    }
+    const parts = continueReasoning(this.#reasoning, text);
+    this.#reasoning = parts.reasoning;
+    this.#content = parts.answer;
+    this.#isInReasoning = parts.thinking;
+  }
+
+  /** Null before the first token. */
+  #timing(): Timing | null {
+    if (this.#firstMs === null) return null;
     const nowMs = this.#endMs ?? performance.now();
-    const timing =
-      this.#firstMs === null
-        ? undefined
-        : { firstTokenMs: this.#firstMs - this.#startMs, totalMs: nowMs - this.#startMs };
+    const parts = splitReasoning(this.#content, this.#reasoning);
+    if (parts.answer !== "") this.#reasonedMs ??= nowMs;
+    const reasoningMs = (this.#reasonedMs ?? nowMs) - this.#firstMs;
+    return {
+      firstTokenMs: this.#firstMs - this.#startMs,
+      totalMs: nowMs - this.#startMs,
+      ...(parts.reasoning !== "" && !this.#hadAnswer ? { reasoningMs } : {}),
+    };
+  }
+
+  #fields(): Partial<Message> {
+    const timing = this.#timing();
     return {
       content: this.#content,
       reasoning: this.#reasoning || undefined,
       toolCalls: this.#tools.length > 0 ? this.#tools : undefined,
-      usage: this.#usage,
-      timing,
+      usage: this.#usage ? continuedUsage(this.soFar.usage, this.#usage) : this.soFar.usage,
+      timing: timing ? continuedTiming(this.soFar.timing, timing) : this.soFar.timing,
       end: this.#end,
       failure: this.#failure,
     };
   }
+}
+
+/** Whether an answer holds nothing but reasoning that the server separated from its text. */
+export function isCutInReasoning(answer: Message): boolean {
+  return answer.content === "" && Boolean(answer.reasoning) && !answer.toolCalls?.length;
 }
 
 function endOf(reason: string): End {
