@@ -10,13 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from agents import MODEL, agents, run_agents
+from agent_tasks import MODEL, agents, run_agents
 from scripted import Entry, call_text, scripted_serving
 
 from serving import serving
 
 KEY = "sesame"
-# Completions for `calls/call_list.py`.
+LIBRARY_MODEL = "smollm2"
+# Completions for the questions of `calls/call_list.py`.
 LIBRARY_SCRIPT: list[Entry] = [
     ("weather: sunny.*weather: rainy", "Paris is sunny, Rome is rainy."),
     (
@@ -39,11 +40,11 @@ def main() -> int:
         for folder in folders:
             folder.mkdir()
         script = [entry for agent in agents(folders[3]) for entry in agent.script()] + LIBRARY_SCRIPT
-        flags = ("--served-model-name", MODEL)
+        flags = ("--served-model-name", f"{LIBRARY_MODEL},{MODEL}")
         with scripted_serving(folders[1], script, *flags, key=KEY) as scripted:
             n_failed = 0
             if options.only != "agents":
-                with serving(folders[0], MODEL, "--num-kv-cells", "4096", key=KEY) as server:
+                with serving(folders[0], LIBRARY_MODEL, "--num-kv-cells", "4096", key=KEY) as server:
                     calls = [
                         options.python,
                         str(Path(__file__).with_name("calls")),

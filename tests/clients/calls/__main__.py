@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from datetime import datetime, timezone
 from importlib.metadata import version
 
 from call_list import CALLS
@@ -28,7 +29,8 @@ def main() -> int:
     for module in MODULES:
         importlib.import_module(module)
     libraries = dict.fromkeys(library for library, _, _ in CALLS)
-    print("# make test-clients:", ", ".join(f"{name} {version(name)}" for name in libraries))
+    versions = ", ".join(f"{name} {version(name)}" for name in libraries)
+    print(f"# make test-clients, {datetime.now(timezone.utc):%Y-%m-%d}: {versions}", flush=True)
     n_failed = 0
     for library, name, function in CALLS:
         try:

@@ -28,7 +28,7 @@ WEATHER = {
     "properties": {"city": {"type": "string"}},
     "required": ["city"],
 }
-# What the scripted server responds to (`libraries.SCRIPT`).
+# What the scripted server responds to (`LIBRARY_SCRIPT` of `run.py`).
 WEATHER_QUESTION = "How is the weather in Paris and Rome?"
 THINK = "Think about gravity."
 # Prices from the package, not from the network; no hints on standard output.

@@ -30,7 +30,11 @@ def proxy() -> str:
     models = [
         {
             "model_name": name + suffix,
-            "litellm_params": {"model": f"{kind}/{MODEL}", "api_base": server + path, "api_key": KEY},
+            "litellm_params": {
+                "model": f"{kind}/{MODEL}",
+                "api_base": server + path,
+                "api_key": "os.environ/LLAISYS_API_KEY",
+            },
         }
         for name, (kind, path) in ROUTES.items()
         for suffix, server in (("", SERVER), ("-scripted", SCRIPTED))
@@ -43,7 +47,9 @@ def proxy() -> str:
     command = [str(Path(sys.executable).with_name("litellm")), "--config", str(config)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     log = (FOLDER / "litellm.log").open("w", encoding="utf-8")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "LLAISYS_API_KEY": KEY}
+    )
     atexit.register(process.kill)
     url, end_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     while time.monotonic() < end_s:

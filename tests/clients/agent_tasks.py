@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,58 +22,45 @@ from scripted import Entry, call_text
 
 from serving import Server
 
-PACKAGES = Path(__file__).parent / "agents"
-MODEL = "smollm2"
+ROOT = Path(__file__).parents[2]
+PACKAGES = ROOT / "tests" / "clients" / "agents" / "node_modules"
+# What docs/clients.md names.
+MODEL, URL = "local", "http://127.0.0.1:8000"
 TASK = "Write the words of one.txt and two.txt into answer.txt."
+# Sandboxes need what containers lack.
+UNCONFINED = ("codex exec", "codex exec --skip-git-repo-check --sandbox danger-full-access")
 THOUGHT = "The words are in two files."
 LIMIT_S = 300
 # Part of a prompt that the cache has from the prompt before: an agent appends to a conversation.
 CACHED_SHARE = 0.9
 
-CODEX_CONFIG = """\
-model = "{model}"
-model_provider = "llaisys"
-
-[model_providers.llaisys]
-name = "LLAISYS"
-base_url = "{url}/v1"
-wire_api = "responses"
-env_key = "LLAISYS_API_KEY"
-"""
-OPENCODE_CONFIG: dict[str, Any] = {
-    "model": "llaisys/{model}",
-    "small_model": "llaisys/{model}",
-    "provider": {
-        "llaisys": {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "{url}/v1", "apiKey": "{env:LLAISYS_API_KEY}"},
-            "models": {"{model}": {"tool_call": True, "limit": {"context": 65536, "output": 8192}}},
-        }
-    },
-}
-
 
 @dataclass(frozen=True)
 class Agent:
-    """A command line with its settings for our server.
+    """The command line of an agent.
 
+    - `heading`: its section of docs/clients.md, whose blocks are run as printed.
+    - `config`: the file in its home folder that the first block is; None if all settings are variables.
     - `path`: the route of its protocol.
-    - `command`: its arguments before the task.
-    - `reads`, `write`: its tool calls that do the task; `[[a]]` and `[[b]]` are the words.
     - `tool`: a tool of its own, which tells its prompts from those of other agents and of requests without
       tools.
-    - `variables`, `files`: its environment, and files in its home folder, for the server's address.
+    - `reads`, `write`: its tool calls that do the task; `[[a]]` and `[[b]]` are the words.
     """
 
     name: str
     package: str
+    heading: str
+    config: str | None
     path: str
-    command: Sequence[str]
     tool: str
     reads: Sequence[str]
     write: str
-    variables: Mapping[str, str]
-    files: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self) -> list[str]:
+        """Return the blocks of its section of the docs; the last is the command."""
+        page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+        section = page.split(f"\n### {self.heading}\n")[1].split("\n### ")[0]
+        return re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
 
     def script(self) -> list[Entry]:
         """Return the completions of its three turns, the last turn first."""
@@ -96,51 +84,43 @@ def agents(folder: Path) -> list[Agent]:
         return [call_text(tool, **{parameter: file(agent, name)}) for name in ("one.txt", "two.txt")]
 
     answer = "[[a]] [[b]]"
-    models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     return [
         Agent(
             "codex",
             "@openai/codex",
+            "Codex",
+            ".codex/config.toml",
             "/v1/responses",
-            ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
             "exec_command",
             [call_text("exec_command", cmd=f"cat {name}") for name in ("one.txt", "two.txt")],
             call_text("exec_command", cmd=f"printf '{answer}' > answer.txt"),
-            {"LLAISYS_API_KEY": "{key}"},
-            {".codex/config.toml": CODEX_CONFIG},
         ),
         Agent(
             "claude",
             "@anthropic-ai/claude-code",
+            "Claude Code",
+            None,
             "/v1/messages",
-            ("-p", "--permission-mode", "acceptEdits", "--allowedTools", "Read,Write", "--"),
             "Write",
             reads("claude", "Read", "file_path"),
             call_text("Write", file_path=file("claude", "answer.txt"), content=answer),
-            {
-                "ANTHROPIC_BASE_URL": "{url}",
-                "ANTHROPIC_AUTH_TOKEN": "{key}",
-                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                **{f"ANTHROPIC_{name}": "{model}" for name in models},
-            },
         ),
         Agent(
             "opencode",
             "opencode-ai",
+            "opencode",
+            ".config/opencode/opencode.json",
             "/v1/chat/completions",
-            ("run",),
             "write",
             reads("opencode", "read", "filePath"),
             call_text("write", filePath=file("opencode", "answer.txt"), content=answer),
-            {"LLAISYS_API_KEY": "{key}"},
-            {".config/opencode/opencode.json": json.dumps(OPENCODE_CONFIG)},
         ),
     ]
 
 
 def version_of(agent: Agent) -> str:
     """Return the installed version of its package."""
-    facts = json.loads((PACKAGES / "node_modules" / agent.package / "package.json").read_text("utf-8"))
+    facts = json.loads((PACKAGES / agent.package / "package.json").read_text("utf-8"))
     return str(facts["version"])
 
 
@@ -152,20 +132,18 @@ def run_task(agent: Agent, server: Server, folder: Path, key: str) -> None:
     (work / "one.txt").write_text(f"first: {words[0]}\n", "utf-8")
     (work / "two.txt").write_text(f"second: {words[1]}\n", "utf-8")
 
-    def filled(text: str) -> str:
-        return text.replace("{url}", server.url).replace("{key}", key).replace("{model}", MODEL)
-
-    for name, text in agent.files.items():
-        path = home / name
-        path.parent.mkdir(parents=True)
-        path.write_text(filled(text), "utf-8")
+    *configs, command = (block.replace(URL, server.url) for block in agent.settings())
+    assert TASK in command
+    if agent.config is not None:
+        (home / agent.config).parent.mkdir(parents=True)
+        (home / agent.config).write_text(configs[0], "utf-8")
     home.mkdir(exist_ok=True)
-    variables = {name: filled(value) for name, value in agent.variables.items()}
     n_lines = len(server.log.read_text("utf-8").splitlines())
+    path = f"{PACKAGES / '.bin'}:{os.environ['PATH']}"
     done = subprocess.run(
-        [str(PACKAGES / "node_modules" / ".bin" / agent.name), *agent.command, TASK],
+        ["bash", "-euo", "pipefail", "-c", command.replace(*UNCONFINED)],
         cwd=work,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), **variables},
+        env={"PATH": path, "HOME": str(home), "LLAISYS_API_KEY": key},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
