@@ -40,7 +40,7 @@ def main() -> int:
         for folder in folders:
             folder.mkdir()
         script = [entry for agent in agents(folders[3]) for entry in agent.script()] + LIBRARY_SCRIPT
-        flags = ("--served-model-name", f"{LIBRARY_MODEL},{MODEL}")
+        flags = ("--served-model-name", LIBRARY_MODEL, "--served-model-name", MODEL)
         with scripted_serving(folders[1], script, *flags, key=KEY) as scripted:
             n_failed = 0
             if options.only != "agents":
