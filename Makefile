@@ -97,7 +97,11 @@ test-long: model browser faults-core ## run storms, parity with the real model, 
 	.venv-clients/bin/pip install --quiet -r tests/clients/requirements.txt
 	@touch $@
 
-test-clients: model .venv-clients/stamp ## test langchain-openai, litellm and llm with a server; their calls go to benches/results
+$(STAMPS)/agents: tests/clients/agents/package.json tests/clients/agents/package-lock.json | $(STAMPS)/tools
+	@npm --prefix tests/clients/agents ci --silent --no-audit --no-fund
+	@mkdir -p $(STAMPS) && touch $@
+
+test-clients: model .venv-clients/stamp $(STAMPS)/agents ## run LangChain, LiteLLM, llm, Codex, Claude Code and opencode against a server (1.5 GB of packages); results in benches/results
 	$(PY) tests/clients/run.py --python .venv-clients/bin/python | tee benches/results/clients.txt
 
 bench: build ## benchmark kernels and the decode step (criterion), and compare each product with its roofline
@@ -189,6 +193,6 @@ lock: ## write requirements.lock from the versions in .venv
 	@scripts/lock-python.sh $(PY) > requirements.lock.new && mv requirements.lock.new requirements.lock
 
 clean: ## remove everything that a build created, except the model cache
-	rm -rf $(VENV) .venv-peers .venv-clients target dist webui/node_modules tests/clients/node/node_modules python/llaisys/webui
+	rm -rf $(VENV) .venv-peers .venv-clients target dist webui/node_modules tests/clients/node/node_modules tests/clients/agents/node_modules python/llaisys/webui
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 	find python -name '_core*.so' -delete

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,12 @@ def environment(**extra: str) -> Mapping[str, str]:
 
 @contextmanager
 def serving(
-    folder: Path, model: str | None, *flags: str, key: str = "", extra: Mapping[str, str] | None = None
+    folder: Path,
+    model: str | None,
+    *flags: str,
+    key: str = "",
+    extra: Mapping[str, str] | None = None,
+    program: Sequence[str] = COMMAND,
 ) -> Iterator[Server]:
     """Start a server, yield it when it is ready, and kill it at the end if it is still running.
 
@@ -113,11 +118,12 @@ def serving(
     - `model`: None if the flags name the models.
     - `key`: its keys, as in `a,b`.
     - `extra`: more variables of its environment.
+    - `program`: what runs `llaisys`.
     """
     log = folder / "server.log"
     # A client that reuses an idle connection while the server closes it gets an error.
     idle = ("--timeout-keep-alive", "600")
-    command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
+    command = [*program, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
     env = environment(**(extra or {}), **({"LLAISYS_API_KEY": key} if key else {}))
     with (
         log.open("w", encoding="utf-8") as stderr,

@@ -359,6 +359,25 @@ class BodyRoute(APIRoute):
         return handle_body
 
 
+class OllamaRoute(BodyRoute):
+    """A route of Ollama's API: the body is JSON whatever its content type says, as in Ollama.
+
+    LiteLLM sends no content type, and curl without `-H` that of a form. Other web sites cannot use this,
+    because HostMiddleware checks the origin.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Handle each request as one with the content type of JSON."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return handle_json
+
+
 def field_error(invalid: InvalidField) -> ApiError:
     """Return the error for an invalid field. Its path has the form `messages[0].role`."""
     path, kind, message = invalid

@@ -67,6 +67,19 @@ async def test_an_unstreamed_chat_is_one_object(client: httpx.AsyncClient) -> No
     types.ChatResponse(**body)
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+@pytest.mark.parametrize("path", ["chat", "generate", "show", "embed"])
+async def test_the_body_is_json_whatever_its_content_type(
+    client: httpx.AsyncClient, path: str, kind: str | None
+) -> None:
+    """LiteLLM sends no content type, and curl without `-H` that of a form."""
+    said = {"messages": [{"role": "user", "content": "Hi"}]} if path == "chat" else {"prompt": "Hi"}
+    content = json.dumps({"model": "tiny", "input": "Hi", "stream": False, **said}).encode()
+    headers = {} if kind is None else {"content-type": kind}
+    response = await client.post(f"/api/{path}", content=content, headers=headers)
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "alias/of-tiny", "alias/of-tiny:latest"])
 async def test_names_have_ollamas_tag_or_none(client: httpx.AsyncClient, name: str) -> None:
     response = await chat(client, model=name, stream=False)

@@ -36,7 +36,7 @@ from llaisys.server.ollama.schemas import (
     OllamaGenerateRequest,
     object_or_lines,
 )
-from llaisys.server.protocol import BodyRoute, field_names
+from llaisys.server.protocol import OllamaRoute, field_names
 from llaisys.server.request_schemas import OpenRequest
 from llaisys.server.response_body import Json, JsonList, JsonText, Part
 from llaisys.server.state import ServerState, state_of
@@ -47,7 +47,7 @@ OLLAMA_ERRORS = error_responses(*COMMON_STATUSES, 404, model=OllamaErrorAnswer)
 GENERATION_ERRORS = {**OLLAMA_ERRORS, **error_responses(499, model=OllamaErrorAnswer)}
 NDJSON = StreamFormat("application/x-ndjson", lambda chunk: to_json(chunk) + b"\n", ping=b"", terminator=b"")
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=OllamaRoute)
 
 
 def find_model(state: ServerState, name: str | None) -> tuple[AsyncLLM, str]:

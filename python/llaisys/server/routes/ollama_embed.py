@@ -18,14 +18,14 @@ from llaisys.server.ollama.schemas import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
 )
-from llaisys.server.protocol import BodyRoute, field_names, text_of
+from llaisys.server.protocol import OllamaRoute, field_names, text_of
 from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Part, join_parts
 from llaisys.server.routes.completions import prompts_of
 from llaisys.server.routes.embeddings import INPUTS_MAX, EmbeddingListBuilder, embedding_response
 from llaisys.server.routes.ollama import OLLAMA_ERRORS, model_of, to_ns
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=OllamaRoute)
 
 
 @router.post("/api/embed", response_model=OllamaEmbedAnswer, responses=OLLAMA_ERRORS)

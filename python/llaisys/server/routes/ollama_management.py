@@ -33,7 +33,7 @@ from llaisys.server.ollama.schemas import (
     OllamaStatus,
     object_or_lines,
 )
-from llaisys.server.protocol import BodyRoute, text_of
+from llaisys.server.protocol import OllamaRoute, text_of
 from llaisys.server.routes.ollama import NDJSON, OLLAMA_ERRORS, TAG
 from llaisys.server.state import ServerState, state_of
 
@@ -42,7 +42,7 @@ STATUS_INTERVAL_S = 5.0
 MANAGEMENT_ERRORS = error_responses(409, 502, model=OllamaErrorAnswer)
 
 log = logging.getLogger("llaisys.server")
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=OllamaRoute)
 
 
 @router.post("/api/pull", responses={**OLLAMA_ERRORS, **MANAGEMENT_ERRORS, **object_or_lines(OllamaStatus)})

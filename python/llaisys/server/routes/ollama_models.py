@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from llaisys.async_llm import AsyncLLM
 from llaisys.server.ollama.schemas import OllamaShowRequest
-from llaisys.server.protocol import BodyRoute
+from llaisys.server.protocol import OllamaRoute
 from llaisys.server.response_body import Json
 from llaisys.server.routes.ollama import OLLAMA_ERRORS, find_model
 from llaisys.server.state import ServerState, state_of
@@ -23,7 +23,7 @@ OLLAMA_VERSION = "0.20.0"
 NEVER = "2318-01-01T00:00:00Z"
 UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=OllamaRoute)
 
 
 @router.get("/api/version", responses=OLLAMA_ERRORS)
