@@ -66,7 +66,8 @@ class SamplerSpec:
     `top_logprobs`: -1 (the default) returns no logprobs, 0 only the sampled token's. `allowed_ids`: empty
     allows all ids. `bad_words`: token sequences, none of them empty. `prompt_logprobs`: with n (-1: off), a
     row inside the prompt that requests logits returns the prompt's next token with its logprob and the n
-    best. That token does not count as output.
+    best. That token does not count as output. `logprob_ids`: with `top_logprobs`, return the logprobs of
+    these ids, in this order, instead of those of the best.
     """
 
     def __new__(
@@ -89,6 +90,7 @@ class SamplerSpec:
         choice: int = 0,
         top_logprobs: int = ...,
         prompt_logprobs: int = ...,
+        logprob_ids: list[int] = ...,
     ) -> SamplerSpec: ...
 
 @final

@@ -70,6 +70,32 @@ class AsyncText(ABC):
             ids = list(prompt)
         return truncate_prompt(ids, params, self.max_model_len)
 
+    @property
+    def scores_pairs(self) -> bool:
+        """True if the model reads a query and a document together to score them."""
+        return self._model.scores_pairs
+
+    async def pair_prompt(
+        self,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[int]:
+        """Return the prompt that scores a document for a query, cut to `truncate_prompt_tokens` tokens.
+
+        -1 is as many as the context has. Raises as `encode` and `ModelAssets.pair_ids`.
+        """
+        n_max = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        reranker = self._model.pair_reranker()
+        body = await self.encode(
+            reranker.body(query, document, instruction),
+            add_special_tokens=False,
+            n_tokens_max=self._config.max_input_tokens or self.max_model_len if n_max is None else None,
+        )
+        return reranker.prompt(body, n_max)
+
     def max_prompt_tokens(self, params: SamplingParams) -> int | None:
         """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""
         if params.truncate_prompt_tokens is not None:

@@ -49,6 +49,7 @@ class PreparedPrompt:
     session_id: str = ""
     priority: int = 0
     pooling: Pooling | None = None
+    normalize: bool = True
 
 
 class OfflineEngine:
@@ -108,9 +109,12 @@ class OfflineEngine:
         sessions: Sequence[str] | None = None,
         priorities: Sequence[int] | None = None,
         pooling: Pooling | None = None,
+        normalize: Sequence[bool] | None = None,
     ) -> list[PreparedPrompt]:
         """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
+        self.model.check_task(pooling)
         tokenizer = self.model.tokenizer
+        normalize = normalize or [True] * len(prompts)
         sessions, priorities = sessions or [""] * len(prompts), priorities or [0] * len(prompts)
         prepared = [
             PreparedPrompt(
@@ -123,9 +127,10 @@ class OfflineEngine:
                 session,
                 priority,
                 pooling,
+                normalized,
             )
-            for (text, ids), each, session, priority in zip(
-                prompts, params, sessions, priorities, strict=True
+            for (text, ids), each, session, priority, normalized in zip(
+                prompts, params, sessions, priorities, normalize, strict=True
             )
         ]
         for prompt in prepared:
@@ -192,6 +197,7 @@ class GenerateCall:
         self._client = client
         self._router = router
         self._timeout_s = timeout_s
+        self._model = model
         self._eos = tuple(model.info.eos_token_ids)
         self._processor = OutputProcessor(model.tokenizer)
         self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
@@ -236,6 +242,8 @@ class GenerateCall:
                     session_id=prompt.session_id,
                     priority=prompt.priority,
                     pooling=prompt.pooling,
+                    normalize=prompt.normalize,
+                    score_token_ids=self._model.score_token_ids(prompt.pooling),
                 )
             )
         except LlaisysError:

@@ -55,6 +55,7 @@ class SamplerSpec:
     choice: int = 0
     top_logprobs: int = -1
     prompt_logprobs: int = -1
+    logprob_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for token, _ in self.logit_bias:
@@ -294,6 +295,8 @@ class Context:
                 n_top = min(sequence.spec.top_logprobs, VOCAB_SIZE)
                 n_ids = N_PLAIN if n_top <= N_PLAIN else VOCAB_SIZE
                 top = [((ids[-1] + i) % n_ids, -0.5 - i) for i in range(n_top)]
+                if sequence.spec.logprob_ids:
+                    top = [(id, prompt_logprob(seen, id)) for id in sequence.spec.logprob_ids]
                 logprobs.append((len(ids) - 1, -0.5, 1, top))
         return SimpleNamespace(
             rows=np.array(rows, np.int32),

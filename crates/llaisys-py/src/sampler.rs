@@ -34,6 +34,7 @@ impl SamplerSpec {
         choice = 0,
         top_logprobs = -1,
         prompt_logprobs = -1,
+        logprob_ids = Vec::new(),
     ))]
     fn new(
         py: Python<'_>,
@@ -54,6 +55,7 @@ impl SamplerSpec {
         choice: i64,
         top_logprobs: i64,
         prompt_logprobs: i64,
+        logprob_ids: Vec<i64>,
     ) -> PyResult<Self> {
         let build = || -> Result<CoreSpec, Fault> {
             Ok(CoreSpec {
@@ -80,6 +82,7 @@ impl SamplerSpec {
                 choice: natural("choice", choice)?,
                 top_logprobs: unless_off("top_logprobs", top_logprobs)?,
                 prompt_logprobs: unless_off("prompt_logprobs", prompt_logprobs)?,
+                logprob_ids: naturals("a token id of logprob_ids", &logprob_ids)?,
             })
         };
         build().map(|spec| Self { spec }).map_err(|fault| fault.into_py(py))

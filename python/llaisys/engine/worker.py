@@ -386,7 +386,7 @@ def inspect_model(path: Path) -> ModelInfo:
 
 
 def _spec_arguments(request: Request) -> dict[str, Any]:
-    params = request.source.params
+    params, scored = request.source.params, request.source.score_token_ids or ()
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -403,8 +403,9 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
         "choice": request.index,
-        "top_logprobs": _n_logprobs(params.logprobs),
+        "top_logprobs": _n_logprobs(0 if scored else params.logprobs),
         "prompt_logprobs": _n_logprobs(params.prompt_logprobs) if request.wants_prompt_logprobs else -1,
+        "logprob_ids": list(scored),
     }
 
 

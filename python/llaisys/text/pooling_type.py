@@ -1,4 +1,4 @@
-"""Reads the pooling type of embeddings from a checkpoint."""
+"""Reads from a checkpoint how embeddings are pooled and whether they are normalized."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from llaisys.errors import RejectedError
 from llaisys.model_info import ModelInfo
 from llaisys.text.model_files import read_object, read_text
 
-# For a model that names no pooling type; vLLM uses the same for decoders.
+# For a decoder that names no pooling type; vLLM uses the same.
 DEFAULT = "last"
 # llama.cpp's `enum llama_pooling_type`.
 _GGUF = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # Sentence Transformers' names of the supported pooling types, and the supported modules.
-_MODES = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
+_MODES = {
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "lasttoken": "last",
+    "cls_token": "cls",
+    "cls": "cls",
+    "max_tokens": "max",
+    "max": "max",
+}
 _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
+_SIZE = "word_embedding_dimension"
 
 
 def model_pooling(info: ModelInfo) -> str:
-    """Return `mean` or `last`, or the name of the unsupported pooling type or module that the model needs.
+    """Return `mean`, `last`, `cls` or `max`, or the name of the unsupported pooling type or module that the
+    model needs.
 
     A GGUF has it in `<architecture>.pooling_type`, a folder of Sentence Transformers in `modules.json` and
-    `1_Pooling/config.json`. Raises RejectedError for files that cannot be read.
+    `1_Pooling/config.json`. Raises RejectedError for files that cannot be read, or that are of another width.
     """
     if info.pooling_type is not None:
         return _GGUF.get(info.pooling_type, f"pooling_type {info.pooling_type}")
@@ -34,6 +44,11 @@ def model_pooling(info: ModelInfo) -> str:
         if kind not in _MODULES:
             return kind
     stated = read_object(folder / "1_Pooling" / "config.json")
+    if stated.get(_SIZE) not in (None, info.d_model):
+        raise RejectedError(
+            f"1_Pooling/config.json: {_SIZE} is {str(stated[_SIZE])[:40]}, but the model has {info.d_model}",
+            param="model",
+        )
     modes = [
         name[13:] for name, value in stated.items() if name.startswith("pooling_mode_") and value is True
     ]
@@ -41,6 +56,13 @@ def model_pooling(info: ModelInfo) -> str:
         modes.append(stated["pooling_mode"])
     kinds = sorted({_MODES.get(mode, mode) for mode in modes})
     return " and ".join(kinds) or DEFAULT
+
+
+def model_normalizes(info: ModelInfo) -> bool:
+    """Return whether embeddings have L2 norm 1: unless `modules.json` lists a pooling without Normalize."""
+    folder = Path(info.path)
+    kinds = _modules(folder / "modules.json") if folder.is_dir() else []
+    return "Pooling" not in kinds or "Normalize" in kinds
 
 
 def _modules(path: Path) -> list[str]:

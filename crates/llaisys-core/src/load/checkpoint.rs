@@ -4,6 +4,7 @@ use crate::arch::config::ModelConfig;
 use crate::arch::rope::{RopeConfig, RopeScaling};
 use crate::arch::spec::RopeRows;
 use crate::arch::weight_id::{LayerWeight, WeightId};
+use crate::arch::wrapper::BARE;
 use crate::dtype::{ComputeMode, DType};
 use crate::error::FormatError;
 use crate::error::{Result, Unsupported};
@@ -106,8 +107,9 @@ impl Checkpoint {
     fn open_folder(path: &Path) -> Result<Self> {
         let folder = ModelFolder::open(path)?;
         let generation = GenerationConfig::read(&folder)?;
-        let (config, quantization) = folder_config::read(&folder, &generation)?;
+        let (mut config, quantization) = folder_config::read(&folder, &generation)?;
         let mut files = safetensors::open(&folder)?;
+        let generates = choose_names(&mut config, &files);
         let prefixes = config.wrapper.map_or(&[][..], |wrapper| wrapper.skipped);
         let skipped_tensors = files.skip(prefixes);
         let source = Source {
@@ -117,6 +119,7 @@ impl Checkpoint {
             tokenizer: None,
             pooling_type: None,
             skipped_tensors,
+            generates,
         };
         Self::assemble(config, files, quantization, source)
     }
@@ -133,6 +136,7 @@ impl Checkpoint {
             tokenizer: Some(tokenizer),
             pooling_type,
             skipped_tensors: Default::default(),
+            generates: true,
         };
         Self::assemble(config, file.into_files(tensors), None, source)
     }
@@ -314,6 +318,19 @@ impl WeightNames {
             _ => 0.0,
         }
     }
+}
+
+/// Expects names without `model.` if the embeddings have such a name. Returns whether the model has a head. If it has
+/// none although the head is not tied, no memory is used for one.
+fn choose_names(config: &mut ModelConfig, files: &TensorFiles) -> bool {
+    let plain = config.names.embed;
+    if config.wrapper.is_some() || files.find(plain).is_some() || files.find(&BARE.name(plain)).is_none() {
+        return true;
+    }
+    config.wrapper = Some(&BARE);
+    let has_head = config.tied_head || files.find(config.names.lm_head).is_some();
+    config.tied_head |= !has_head;
+    has_head
 }
 
 /// Reads the rope factors of a configuration that stores them as tensors.

@@ -82,6 +82,8 @@ pub struct ModelInfo {
     /// The number of tensors of a multimodal checkpoint that are skipped, by the prefix of their names.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub skipped_tensors: BTreeMap<&'static str, usize>,
+    /// False for a model without a head, which has no logits.
+    pub generates: bool,
 }
 
 /// The type, elements and bytes of one weight.
@@ -107,6 +109,7 @@ pub(super) struct Source {
     pub(super) tokenizer: Option<GgufTokenizer>,
     pub(super) pooling_type: Option<u64>,
     pub(super) skipped_tensors: BTreeMap<&'static str, usize>,
+    pub(super) generates: bool,
 }
 
 impl ModelInfo {
@@ -145,6 +148,7 @@ impl ModelInfo {
             tokenizer: source.tokenizer,
             pooling_type: source.pooling_type,
             skipped_tensors: source.skipped_tensors,
+            generates: source.generates,
         }
     }
 }

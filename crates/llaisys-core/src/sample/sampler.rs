@@ -219,7 +219,7 @@ pub struct Logprobs {
     pub logprob: f32,
     /// Rank of the sampled token, from 1; tokens of equal logit share the better rank.
     pub rank: u32,
-    /// The best tokens, by falling logprob, ties by id.
+    /// The best tokens, by falling logprob, ties by id; or those of `logprob_ids`.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -263,11 +263,14 @@ pub fn sample_after_drafts(
         return Outcome::Token { id, logprobs: Some(logprobs_of(id, logits, &scratch.best, normalizer)) };
     }
     // The token is drawn after the logits have changed, so keep the model's own logits.
-    let normalizer = sampler.and_then(|s| s.spec.top_logprobs).map(|n| {
-        scratch.raw.clear();
-        scratch.raw.extend_from_slice(logits);
-        begin_logprobs(&mut scratch.best, logits, n)
-    });
+    let normalizer =
+        sampler.and_then(|s| Some((s.spec.top_logprobs?, &s.spec.logprob_ids))).map(|(n, ids)| {
+            scratch.raw.clear();
+            scratch.raw.extend_from_slice(logits);
+            let normalizer = begin_logprobs(&mut scratch.best, logits, if ids.is_empty() { n } else { 0 });
+            scratch.best.extend(ids.iter().map(|&id| (id, logits[id as usize])));
+            normalizer
+        });
     if let Some(mask) = mask {
         apply_mask(logits, mask);
     }

@@ -39,6 +39,8 @@ pub struct SamplerSpec {
     pub choice: u32,
     /// Logprobs to return: `None`, or those of the drawn token and of this many best ones.
     pub top_logprobs: Option<u32>,
+    /// With `top_logprobs`, return the logprobs of these tokens, in this order, instead of those of the best ones.
+    pub logprob_ids: Vec<u32>,
     /// Rows inside the prompt with logits output return, instead of a draw, the prompt's next token with its logprob
     /// and those of this many best ones. `None`: such rows are sampled as any other.
     pub prompt_logprobs: Option<u32>,
@@ -63,6 +65,7 @@ impl Default for SamplerSpec {
             seed: 0,
             choice: 0,
             top_logprobs: None,
+            logprob_ids: Vec::new(),
             prompt_logprobs: None,
         }
     }
@@ -83,6 +86,7 @@ impl SamplerSpec {
             in_range("logit_bias", bias, -1e4, 1e4)?;
         }
         self.allowed_ids.iter().try_for_each(|&id| token_in("allowed_ids", id, vocab_size))?;
+        self.logprob_ids.iter().try_for_each(|&id| token_in("logprob_ids", id, vocab_size))?;
         if self.bad_words.iter().any(Vec::is_empty) {
             return Err(SamplingError::Empty { name: "bad_words" });
         }

@@ -262,6 +262,23 @@ fn any_number_of_logprobs_has_one_order() {
 }
 
 #[test]
+fn logprobs_of_chosen_tokens_have_their_order() {
+    let row = logits(8);
+    let spec = SamplerSpec {
+        temperature: 0.0,
+        top_logprobs: Some(3),
+        logprob_ids: vec![9, 2, 9],
+        logit_bias: vec![(2, 50.0)],
+        ..SamplerSpec::default()
+    };
+    let outcome = sample(&mut Scratch::default(), &mut row.clone(), Some(&sampler(spec, &[], &[])), 0, None);
+    let Outcome::Token { logprobs: Some(logprobs), .. } = outcome else { panic!("{outcome:?}") };
+    assert_eq!(logprobs.top.iter().map(|t| t.0).collect::<Vec<_>>(), [9, 2, 9]);
+    let difference = f64::from(logprobs.top[0].1) - f64::from(logprobs.top[1].1);
+    assert!((difference - (f64::from(row[9]) - f64::from(row[2]))).abs() < 4e-6, "{difference}");
+}
+
+#[test]
 fn zero_logprobs_return_only_the_drawn_token() {
     let spec = SamplerSpec { top_logprobs: Some(0), ..SamplerSpec::default() };
     let outcome = sample(&mut Scratch::default(), &mut logits(8), Some(&sampler(spec, &[], &[])), 0, None);

@@ -191,12 +191,17 @@ fn fitting(
     let (edits, words) = edits_of(spec, n_prompt, first_word);
     for (what, n, max) in [
         ("logprobs on CUDA", spec.top_logprobs.unwrap_or(0) as usize, MAX_TOP),
+        ("logprobs of chosen tokens on CUDA", spec.logprob_ids.len(), 0),
         ("prompt_logprobs on CUDA", spec.prompt_logprobs.unwrap_or(0) as usize, MAX_TOP),
         ("biased, held-back and forbidden ids on CUDA", edits.len(), MAX_EDITS),
         ("tokens of bad_words on CUDA", words.len(), MAX_WORD_TOKENS),
     ] {
         if n > max {
-            return Err(unsupported(what, n, "fewer: 20 logprobs, 2048 ids, 4096 tokens"));
+            return Err(unsupported(
+                what,
+                n,
+                "fewer: 20 logprobs, none of chosen tokens, 2048 ids, 4096 tokens",
+            ));
         }
     }
     Ok((edits, words))

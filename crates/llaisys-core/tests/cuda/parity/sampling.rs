@@ -438,6 +438,7 @@ fn parameters_that_do_not_fit_the_tables_are_refused_by_name() {
     let many = |n: u32| (0..n).collect::<Vec<u32>>();
     for (what, spec) in [
         ("logprobs", SamplerSpec { top_logprobs: Some(21), ..SamplerSpec::default() }),
+        ("chosen tokens", SamplerSpec { logprob_ids: vec![1], ..SamplerSpec::default() }),
         ("prompt_logprobs", SamplerSpec { prompt_logprobs: Some(21), ..SamplerSpec::default() }),
         ("ids", SamplerSpec { min_tokens: 1, stop_ids: many(2049), ..SamplerSpec::default() }),
         ("bad_words", SamplerSpec { bad_words: vec![many(4098)], ..SamplerSpec::default() }),
