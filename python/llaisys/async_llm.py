@@ -159,7 +159,7 @@ class AsyncLLM(AsyncText):
 
     @property
     def normalizes(self) -> bool:
-        """True if the model's embeddings have L2 norm 1."""
+        """True if the model's embeddings have L2 norm 1, or its scores are from 0 to 1."""
         return self._model.normalizes
 
     @property
@@ -190,6 +190,7 @@ class AsyncLLM(AsyncText):
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
         normalize: bool = True,
+        second_segment: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request while it runs; arguments and order are vLLM's, and some more.
 
@@ -204,7 +205,7 @@ class AsyncLLM(AsyncText):
           or of the first of several choices. The prompt must still be the whole conversation.
         - `pooling`: compute the prompt's embedding or score instead of a completion. The only output has it
           and the finish reason `stop`; of `sampling_params` only `truncate_prompt_tokens` applies.
-          `normalize`: the embedding gets L2 norm 1.
+          `normalize`, `second_segment`: see `EngineRequest`.
         - `lora_request`, `tokenization_kwargs`, `trace_headers`: of vLLM; only None is accepted.
         - With `n` > 1 an output has all choices so far; a delta has those that changed, by their `index`.
         - A choice has a `finish_reason` (`stop`, `length` or `abort`) once it has ended, a delta in the last
@@ -258,6 +259,7 @@ class AsyncLLM(AsyncText):
                     prediction_token_ids=prediction,
                     pooling=pooling,
                     normalize=normalize,
+                    second_segment=second_segment,
                     score_token_ids=self._model.score_token_ids(pooling),
                 )
             )

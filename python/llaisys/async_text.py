@@ -11,6 +11,7 @@ from llaisys.config import Config
 from llaisys.model_assets import ModelAssets
 from llaisys.prompt import truncate_prompt
 from llaisys.sampling_params import SamplingParams
+from llaisys.text.tokenizer import PairPrompt
 from llaisys.text.tokenizer_pool import AsyncTokenizer
 
 
@@ -63,6 +64,12 @@ class AsyncText(ABC):
         self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> list[int]:
         """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
+        n_kept = params.truncate_prompt_tokens
+        if isinstance(prompt, str) and self._model.info.is_encoder and n_kept is not None:
+            # An encoder's special tokens are at both ends, and stay.
+            ids = await self.encode(prompt, add_special_tokens=False)
+            n_kept = self.max_model_len if n_kept == -1 else n_kept
+            return self._model.tokenizer.truncate(ids, n_kept, params.truncation_side)
         if isinstance(prompt, str):
             n_tokens_max = self.max_prompt_tokens(params)
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_tokens_max=n_tokens_max)
@@ -82,19 +89,22 @@ class AsyncText(ABC):
         *,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
-    ) -> list[int]:
+    ) -> PairPrompt:
         """Return the prompt that scores a document for a query, cut to `truncate_prompt_tokens` tokens.
 
-        -1 is as many as the context has. Raises as `encode` and `ModelAssets.pair_ids`.
+        -1 is as many as the context has. Raises as `encode` and `ModelAssets.pair_prompt`.
         """
         n_max = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
-        reranker = self._model.pair_reranker()
+        if self._async_tokenizer is None:
+            return await asyncio.to_thread(self._model.pair_prompt, query, document, instruction, n_max)
+        reranker = self._model.pair_reranker(instruction)
+        if reranker is None:
+            return await self._async_tokenizer.encode_pair(query, document, n_max)
+        most = self._config.max_input_tokens or self.max_model_len if n_max is None else None
         body = await self.encode(
-            reranker.body(query, document, instruction),
-            add_special_tokens=False,
-            n_tokens_max=self._config.max_input_tokens or self.max_model_len if n_max is None else None,
+            reranker.body(query, document, instruction), add_special_tokens=False, n_tokens_max=most
         )
-        return reranker.prompt(body, n_max)
+        return PairPrompt(reranker.prompt(body, n_max))
 
     def max_prompt_tokens(self, params: SamplingParams) -> int | None:
         """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""

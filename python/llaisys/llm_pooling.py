@@ -129,10 +129,16 @@ class PoolingMethods:
         n_max = params.truncate_prompt_tokens
         n_max = engine.max_model_len if n_max == -1 else n_max
         prompts = [
-            (None, engine.model.pair_ids(_text(query, "data_1"), _text(document, "data_2"), None, n_max))
+            engine.model.pair_prompt(_text(query, "data_1"), _text(document, "data_2"), None, n_max)
             for query, document in pairs
         ]
-        prepared = engine.prepare(prompts, [PoolingParams().sampling_params()] * len(pairs), pooling="score")
+        prepared = engine.prepare(
+            [(None, prompt.ids) for prompt in prompts],
+            [PoolingParams().sampling_params()] * len(pairs),
+            pooling="score",
+            normalize=[engine.model.normalizes] * len(pairs),
+            second_segments=[prompt.second_segment for prompt in prompts],
+        )
         scored = []
         for i, output in enumerate(merge_deltas(prepared, engine.deltas(prepared, use_tqdm=use_tqdm))):
             if output.score is None:

@@ -19,7 +19,7 @@ from llaisys.text.chat_template import ChatTemplate, load_chat_template, read_ch
 from llaisys.text.pooling_type import DEFAULT as DEFAULT_POOLING
 from llaisys.text.pooling_type import model_normalizes, model_pooling
 from llaisys.text.reranker import YesNoReranker, load_reranker
-from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+from llaisys.text.tokenizer import PairPrompt, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class ModelAssets:
     - `name`: the name of the model unless `served_model_name` is set.
     - `sampling_defaults`: SamplingParams fields from `generation_config.json` or the list of embedded models.
     - `pooling`: the pooling type from the setting or the checkpoint. It may be unsupported, which
-      `embedding_pooling` checks. `normalizes`: embeddings have L2 norm 1.
+      `embedding_pooling` checks. `normalizes`: embeddings have L2 norm 1, or the scores of a score head are
+      numbers from 0 to 1.
     - `reranker`: how a decoder scores a document for a query; None: by cosine similarity.
     - `draft`: the second model of speculative decoding.
     """
@@ -76,6 +77,7 @@ class ModelAssets:
 
     def embedding_pooling(self) -> Pooling:
         """Return the pooling type. Raises UnsupportedError naming an unsupported one."""
+        self.check_task("mean")
         match self.pooling:
             case "mean" | "last" | "cls" | "max" as pooling:
                 return pooling
@@ -87,29 +89,45 @@ class ModelAssets:
     @property
     def scores_pairs(self) -> bool:
         """True if the model reads a query and a document together to score them."""
-        return self.reranker is not None
+        return self.reranker is not None or self.info.has_score_head
 
     def check_task(self, pooling: Pooling | None) -> None:
         """Raise UnsupportedError if the model cannot do this; None: generate text."""
+        use = "/v1/rerank and /score" if self.info.has_score_head else "embeddings"
         if pooling is None and not self.info.generates:
-            raise UnsupportedError(
-                f"{self.name} has no head that generates text; use it for embeddings", param="model"
-            )
+            kind = "is an encoder, which" if self.info.is_encoder else "has no head that"
+            raise UnsupportedError(f"{self.name} {kind} generates no text; use it for {use}", param="model")
+        if pooling is not None and (pooling == "score") != self.info.has_score_head and self.info.is_encoder:
+            what = "score head" if pooling == "score" else "embeddings"
+            raise UnsupportedError(f"{self.name} has no {what}; use it for {use}", param="model")
 
     def score_token_ids(self, pooling: Pooling | None) -> tuple[int, int] | None:
         """Return the tokens whose logprobs make the score of a request with this pooling; None for others."""
         return self.reranker.token_ids if pooling == "score" and self.reranker is not None else None
 
-    def pair_ids(self, query: str, document: str, instruction: str | None, n_max: int | None) -> list[int]:
-        """Return the prompt that scores a document for a query. See `YesNoReranker.prompt`."""
-        reranker = self.pair_reranker()
-        body = reranker.body(query, document, instruction)
-        return reranker.prompt(self.tokenizer.encode(body, add_special_tokens=False), n_max)
+    def pair_prompt(
+        self, query: str, document: str, instruction: str | None, n_max: int | None
+    ) -> PairPrompt:
+        """Return the prompt that scores a document for a query, of `n_max` tokens at most.
 
-    def pair_reranker(self) -> YesNoReranker:
-        """Return `reranker`. Raises UnsupportedError if the model does not score pairs."""
-        if self.reranker is None:
+        Raises UnsupportedError if the model does not score pairs or has no instruction. See
+        `YesNoReranker.prompt` and `Tokenizer.encode_pair`.
+        """
+        reranker = self.pair_reranker(instruction)
+        if reranker is None:
+            return self.tokenizer.encode_pair(query, document, n_max)
+        body = reranker.body(query, document, instruction)
+        return PairPrompt(reranker.prompt(self.tokenizer.encode(body, add_special_tokens=False), n_max))
+
+    def pair_reranker(self, instruction: str | None) -> YesNoReranker | None:
+        """Return `reranker`; None for a model with a score head. Raises UnsupportedError for others."""
+        if not self.scores_pairs:
             raise UnsupportedError(f"{self.name} does not score pairs of texts", param="model")
+        if instruction is not None and self.reranker is None:
+            raise UnsupportedError(
+                f"instruction is only for rerankers with a prompt; {self.name} has a score head",
+                param="instruction",
+            )
         return self.reranker
 
     def grammar_compiler(self) -> GrammarCompiler:

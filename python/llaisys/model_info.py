@@ -73,7 +73,8 @@ class ModelInfo:
     - `pooling_type`: llama.cpp's number in a GGUF, else None.
     - `skipped_tensors`: prefix of names -> number of tensors of a multimodal checkpoint that the text model
       does not use.
-    - `generates`: False for a model without a head, which has no logits.
+    - `generates`: False for a model without a head, which has no logits. `is_encoder`: True for an encoder,
+      `has_score_head` for one with a classifier.
     """
 
     path: str
@@ -100,3 +101,5 @@ class ModelInfo:
     pooling_type: int | None = None
     skipped_tensors: dict[str, int] = field(default_factory=dict)
     generates: bool = True
+    is_encoder: bool = False
+    has_score_head: bool = False

@@ -50,6 +50,7 @@ class PreparedPrompt:
     priority: int = 0
     pooling: Pooling | None = None
     normalize: bool = True
+    second_segment: int | None = None
 
 
 class OfflineEngine:
@@ -110,11 +111,13 @@ class OfflineEngine:
         priorities: Sequence[int] | None = None,
         pooling: Pooling | None = None,
         normalize: Sequence[bool] | None = None,
+        second_segments: Sequence[int | None] | None = None,
     ) -> list[PreparedPrompt]:
         """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
         self.model.check_task(pooling)
         tokenizer = self.model.tokenizer
         normalize = normalize or [True] * len(prompts)
+        second_segments = second_segments or [None] * len(prompts)
         sessions, priorities = sessions or [""] * len(prompts), priorities or [0] * len(prompts)
         prepared = [
             PreparedPrompt(
@@ -128,9 +131,10 @@ class OfflineEngine:
                 priority,
                 pooling,
                 normalized,
+                second_segment,
             )
-            for (text, ids), each, session, priority, normalized in zip(
-                prompts, params, sessions, priorities, normalize, strict=True
+            for (text, ids), each, session, priority, normalized, second_segment in zip(
+                prompts, params, sessions, priorities, normalize, second_segments, strict=True
             )
         ]
         for prompt in prepared:
@@ -243,6 +247,7 @@ class GenerateCall:
                     priority=prompt.priority,
                     pooling=prompt.pooling,
                     normalize=prompt.normalize,
+                    second_segment=prompt.second_segment,
                     score_token_ids=self._model.score_token_ids(prompt.pooling),
                 )
             )

@@ -20,6 +20,7 @@ from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.chat_template import ChatTemplate
+from llaisys.text.tokenizer import PairPrompt
 
 FIRST_ID = 100
 TOKENIZER = text.tokenizer()
@@ -208,10 +209,10 @@ class FakeService:
         *,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
-    ) -> list[int]:
+    ) -> PairPrompt:
         ids = list(f"{query}|{document}".encode())[:truncate_prompt_tokens]
         self.pairs[bytes(ids)] = {"pair": (query, document), "instruction": instruction}
-        return ids
+        return PairPrompt(ids)
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, **options: Any

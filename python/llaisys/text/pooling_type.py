@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llaisys.errors import RejectedError
+from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
 from llaisys.text.model_files import read_object, read_text
 
-# For a decoder that names no pooling type; vLLM uses the same.
-DEFAULT = "last"
+# For a model that names no pooling type: a decoder, as in vLLM, and an encoder, as in Sentence Transformers.
+DEFAULT, ENCODER_DEFAULT = "last", "mean"
 # llama.cpp's `enum llama_pooling_type`.
 _GGUF = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # Sentence Transformers' names of the supported pooling types, and the supported modules.
@@ -55,14 +55,33 @@ def model_pooling(info: ModelInfo) -> str:
     if isinstance(stated.get("pooling_mode"), str):
         modes.append(stated["pooling_mode"])
     kinds = sorted({_MODES.get(mode, mode) for mode in modes})
-    return " and ".join(kinds) or DEFAULT
+    return " and ".join(kinds) or (ENCODER_DEFAULT if info.is_encoder else DEFAULT)
 
 
 def model_normalizes(info: ModelInfo) -> bool:
-    """Return whether embeddings have L2 norm 1: unless `modules.json` lists a pooling without Normalize."""
+    """Return whether embeddings have L2 norm 1: unless `modules.json` lists a pooling without Normalize.
+
+    For a score head, return whether its output becomes a number from 0 to 1. Raises UnsupportedError naming
+    another activation.
+    """
+    if info.has_score_head:
+        return _is_sigmoid(read_object(Path(info.path) / "config.json"))
     folder = Path(info.path)
     kinds = _modules(folder / "modules.json") if folder.is_dir() else []
     return "Pooling" not in kinds or "Normalize" in kinds
+
+
+def _is_sigmoid(config: dict[str, Any]) -> bool:
+    """Return False if Sentence Transformers' activation of a score is the identity, not a sigmoid."""
+    stated = config.get("sentence_transformers")
+    name = stated.get("activation_fn") if isinstance(stated, dict) else None
+    name = str(name or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise UnsupportedError(
+            f"the activation of scores {name[:80]!r} is not supported; supported are Sigmoid and Identity",
+            param="model",
+        )
+    return name == "Sigmoid"
 
 
 def _modules(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ use crate::arch::wrapper::BARE;
 use crate::dtype::{ComputeMode, DType};
 use crate::error::FormatError;
 use crate::error::{Result, Unsupported};
+use crate::load::encoder::EncoderCheckpoint;
 use crate::load::folder::ModelFolder;
 use crate::load::folder::config as folder_config;
 use crate::load::folder::generation_config::GenerationConfig;
@@ -90,18 +91,23 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the [`ModelInfo`] of a checkpoint. The files of a folder that the Python code reads are checked too: they
+    /// Reads the [`ModelInfo`] of a checkpoint, also of an encoder's. The files of a folder that the Python code reads are checked too: they
     /// must be in the folder, and `tokenizer.json` must be within the bounds that protect the library that reads it.
     ///
     /// Errors: as [`Self::open`], `ModelFolder::regular_file` and `tokenizer_json::check`.
     pub fn inspect(path: &Path) -> Result<ModelInfo> {
-        let checkpoint = Self::open(path)?;
-        if checkpoint.info.file_format == FileFormat::Safetensors {
-            let folder = ModelFolder::open(path)?;
-            PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
-            tokenizer_json::check_folder(&folder)?;
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        if !std::fs::metadata(path).map_err(io)?.is_dir() {
+            return Ok(Self::open(path)?.info);
         }
-        Ok(checkpoint.info)
+        let folder = ModelFolder::open(path)?;
+        let info = match EncoderCheckpoint::open(&folder, path)? {
+            Some(encoder) => encoder.info().clone(),
+            None => Self::open(path)?.info,
+        };
+        PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
+        tokenizer_json::check_folder(&folder)?;
+        Ok(info)
     }
 
     fn open_folder(path: &Path) -> Result<Self> {

@@ -143,7 +143,15 @@ async def _scored(
     prompt = await engine.pair_prompt(
         query, document, instruction=body.instruction, truncate_prompt_tokens=body.truncate_prompt_tokens
     )
-    async for delta in engine.generate(prompt, SamplingParams(), request_id, **options, pooling="score"):
+    async for delta in engine.generate(
+        prompt.ids,
+        SamplingParams(),
+        request_id,
+        **options,
+        pooling="score",
+        normalize=engine.normalizes,
+        second_segment=prompt.second_segment,
+    ):
         yield delta
 
 
