@@ -253,7 +253,7 @@ def test_the_spelling_of_transformers_5(tmp_path: Path) -> None:
         (BERT, {"vocab_size": -1}, RejectedError, "vocab_size"),
         (BERT, {"layer_norm_eps": 0}, RejectedError, "epsilon"),
         (BERT, {"rope_scaling": {"factor": 2}}, UnsupportedError, "rope_scaling"),
-        (XLM_R, {"pad_token_id": 2**62}, RejectedError, "pad_token_id"),
+        (XLM_R, {"pad_token_id": 2**62}, RejectedError, "number of positions"),
         (XLM_R, {"max_position_embeddings": 1}, RejectedError, "number of positions"),
         (MODERN, {"norm_bias": True}, UnsupportedError, "norm_bias"),
         (MODERN, {"global_attn_every_n_layers": 0}, RejectedError, "global_attn_every_n_layers"),

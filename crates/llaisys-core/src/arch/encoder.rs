@@ -269,7 +269,8 @@ impl EncoderConfig {
         for (what, size, max) in LIMITS {
             bounded(what, size(self) as f64, 1.0, max as f64)?;
         }
-        bounded("the epsilon of the norms", f64::from(self.eps), 1e-12, 1e-1)?;
+        // BERT's is 1e-12, which f32 rounds down.
+        bounded("the epsilon of the norms", f64::from(self.eps), 9e-13, 1e-1)?;
         bounded("the number of token types", self.n_types as f64, 0.0, 1024.0)?;
         bounded("pad_token_id", self.first_position as f64, 0.0, f64::from(1 << 20))?;
         for theta in self.theta {
