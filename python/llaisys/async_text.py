@@ -65,7 +65,8 @@ class AsyncText(ABC):
     ) -> list[int]:
         """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
         n_kept = params.truncate_prompt_tokens
-        if isinstance(prompt, str) and self._model.info.is_encoder and n_kept is not None:
+        is_cut = self._model.info.is_encoder and n_kept is not None and add_special_tokens
+        if isinstance(prompt, str) and is_cut and n_kept is not None:
             # An encoder's special tokens are at both ends, and stay.
             ids = await self.encode(prompt, add_special_tokens=False)
             n_kept = self.max_model_len if n_kept == -1 else n_kept

@@ -123,7 +123,7 @@ class OfflineEngine:
             PreparedPrompt(
                 f"{next(self._ordinals)}",
                 text,
-                truncate_prompt(ids, each, self.max_model_len),
+                self._truncated(text, ids, each),
                 each,
                 tokenize_bad_words(tokenizer, each.bad_words),
                 tokenizer.encode(each.prediction, False) if each.prediction else [],
@@ -142,6 +142,15 @@ class OfflineEngine:
             if prompt.params.structured_outputs is not None:
                 self._grammar_trials.check_now(prompt.params.structured_outputs)
         return prepared
+
+    def _truncated(self, text: str | None, ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the prompt after `truncate_prompt_tokens`. A text of an encoder keeps its special tokens."""
+        tokenizer, n_kept = self.model.tokenizer, params.truncate_prompt_tokens
+        if text is None or n_kept is None or not self.model.info.is_encoder:
+            return truncate_prompt(ids, params, self.max_model_len)
+        n_kept = self.max_model_len if n_kept == -1 else n_kept
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.truncate(bare, n_kept, params.truncation_side)
 
     def deltas(
         self, prepared: Sequence[PreparedPrompt], *, use_tqdm: ShowProgress

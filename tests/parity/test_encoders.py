@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llaisys import LLM, UnsupportedError
+from llaisys import LLM, PoolingParams, UnsupportedError
 from llaisys._core import Encoder, available_isas
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
@@ -307,6 +307,9 @@ def test_each_model_refuses_what_it_cannot_do_by_name() -> None:
         with pytest.raises(UnsupportedError, match="encoder, which generates no text"):
             llm.generate("a")
         assert len(llm.score("a", ["b", "c"], use_tqdm=False)) == 2
+        (cut,) = llm.embed("a b c d", use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=4))
+        whole = llm.get_tokenizer().encode("a b c d")
+        assert cut.prompt_token_ids == [whole[0], *whole[-3:]]
     with LLM(str(GOLDENS / XLM_R)) as llm:
         with pytest.raises(UnsupportedError, match="no embeddings"):
             llm.embed("a")

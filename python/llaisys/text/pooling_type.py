@@ -25,7 +25,8 @@ _MODES = {
     "max": "max",
 }
 _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
-_SIZE = "word_embedding_dimension"
+# The width of the hidden states, in the spelling of published files and in the newest.
+_SIZES = ("word_embedding_dimension", "embedding_dimension")
 
 
 def model_pooling(info: ModelInfo) -> str:
@@ -44,11 +45,12 @@ def model_pooling(info: ModelInfo) -> str:
         if kind not in _MODULES:
             return kind
     stated = read_object(folder / "1_Pooling" / "config.json")
-    if stated.get(_SIZE) not in (None, info.d_model):
-        raise RejectedError(
-            f"1_Pooling/config.json: {_SIZE} is {str(stated[_SIZE])[:40]}, but the model has {info.d_model}",
-            param="model",
-        )
+    for key in _SIZES:
+        if stated.get(key) not in (None, info.d_model):
+            raise RejectedError(
+                f"1_Pooling/config.json: {key} is {str(stated[key])[:40]}, but the model has {info.d_model}",
+                param="model",
+            )
     modes = [
         name[13:] for name, value in stated.items() if name.startswith("pooling_mode_") and value is True
     ]

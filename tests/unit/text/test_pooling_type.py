@@ -48,9 +48,11 @@ def test_pooling_type_of_a_sentence_transformers_folder(
 
 
 def test_a_pooling_of_another_width_is_rejected(tmp_path: Path, info: Info) -> None:
-    folder(tmp_path, {"word_embedding_dimension": 8})
-    with pytest.raises(RejectedError, match="word_embedding_dimension is 8, but the model has 1"):
-        model_pooling(info(tmp_path))
+    for key in ("word_embedding_dimension", "embedding_dimension"):
+        (tmp_path / key).mkdir()
+        folder(tmp_path / key, {key: 8})
+        with pytest.raises(RejectedError, match=f"{key} is 8, but the model has 1"):
+            model_pooling(info(tmp_path / key))
 
 
 def test_vectors_are_normalized_unless_the_modules_leave_it_out(tmp_path: Path, info: Info) -> None:
