@@ -24,6 +24,8 @@ ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
     "/v1/completions": (request_schemas.CompletionRequest, known_fields.COMPLETION_NEUTRAL),
     "/v1/responses": (ResponsesRequest, RESPONSES_NEUTRAL),
     "/v1/embeddings": (request_schemas.EmbeddingRequest, known_fields.EMBEDDING_NEUTRAL),
+    "/v1/rerank": (request_schemas.RerankRequest, known_fields.RERANK_NEUTRAL),
+    "/score": (request_schemas.ScoreRequest, known_fields.SCORE_NEUTRAL),
     "/tokenize": (request_schemas.TokenizeRequest, known_fields.TOKENS_NEUTRAL),
     "/detokenize": (request_schemas.DetokenizeRequest, known_fields.TOKENS_NEUTRAL),
     "/v1/messages": (MessagesRequest, known_fields.MESSAGES_NEUTRAL),

@@ -94,6 +94,46 @@ class SamplerSpec:
     ) -> SamplerSpec: ...
 
 @final
+class Encoder:
+    """One encoder on the CPU. Created, used and closed on one thread; another thread raises RejectedError."""
+
+    def __new__(
+        cls,
+        path: str,
+        *,
+        dtype: str = "auto",
+        isa: str = "auto",
+        n_batch: int,
+        max_model_len: int,
+        n_threads: int,
+        pins: bool = True,
+        progress: Progress | None = None,
+    ) -> Encoder:
+        """Load a folder. `n_batch`: tokens of one call. `max_model_len`: tokens of one text."""
+
+    def encode(
+        self, tokens: NDArray[np.int32], types: NDArray[np.int32], lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Compute whole texts, one after the other in `tokens`; the GIL is released.
+
+        `types`: token types, as long as `tokens`, or empty for zeros. `lengths`: tokens of each text. Returns
+        the final hidden states `[n, d_model]` of all rows, and the classifier's output of each text if the
+        model has one.
+        """
+
+    def close(self) -> None:
+        """Free all resources; idempotent."""
+
+    @property
+    def isa(self) -> str:
+        """The instruction set."""
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights."""
+    def progress(self) -> Progress:
+        """Return the progress counters, readable from any thread."""
+
+@final
 class DecodeOutput:
     """The result of a decode. Output rows are the batch rows with output flags, in batch order."""
 

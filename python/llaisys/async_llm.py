@@ -158,6 +158,11 @@ class AsyncLLM(AsyncText):
         return self._model.embedding_pooling()
 
     @property
+    def normalizes(self) -> bool:
+        """True if the model's embeddings have L2 norm 1, or its scores are from 0 to 1."""
+        return self._model.normalizes
+
+    @property
     def output_formats(self) -> OutputFormats:
         """How the model marks tool calls and reasoning in a completion."""
         return self._output_formats
@@ -184,6 +189,8 @@ class AsyncLLM(AsyncText):
         cache_salt: str = "",
         add_special_tokens: bool = True,
         pooling: Pooling | None = None,
+        normalize: bool = True,
+        second_segment: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request while it runs; arguments and order are vLLM's, and some more.
 
@@ -196,8 +203,9 @@ class AsyncLLM(AsyncText):
           requests with the same salt share cached prefixes.
         - `session_id`: the client's session, which is created if it is new. It keeps the KV of the request,
           or of the first of several choices. The prompt must still be the whole conversation.
-        - `pooling`: compute the prompt's embedding instead of a completion. The only output has the embedding
+        - `pooling`: compute the prompt's embedding or score instead of a completion. The only output has it
           and the finish reason `stop`; of `sampling_params` only `truncate_prompt_tokens` applies.
+          `normalize`, `second_segment`: see `EngineRequest`.
         - `lora_request`, `tokenization_kwargs`, `trace_headers`: of vLLM; only None is accepted.
         - With `n` > 1 an output has all choices so far; a delta has those that changed, by their `index`.
         - A choice has a `finish_reason` (`stop`, `length` or `abort`) once it has ended, a delta in the last
@@ -215,6 +223,7 @@ class AsyncLLM(AsyncText):
                 tokenization_kwargs=tokenization_kwargs,
                 trace_headers=trace_headers,
             )
+            self._model.check_task(pooling)
             if params.structured_outputs is not None:
                 await self.compile_grammar(params.structured_outputs, client_id)
             text, given = read_prompt(prompt) if isinstance(prompt, Mapping) else (None, prompt)
@@ -249,6 +258,9 @@ class AsyncLLM(AsyncText):
                     bad_word_ids=words,
                     prediction_token_ids=prediction,
                     pooling=pooling,
+                    normalize=normalize,
+                    second_segment=second_segment,
+                    score_token_ids=self._model.score_token_ids(pooling),
                 )
             )
             self._request_stats.record_submission(request_id, len(ids), params, arrival_s, time.time())
@@ -468,10 +480,10 @@ class AsyncLLM(AsyncText):
             return 0
         delta = self._processor.process(output)
         completion = delta.outputs[0]
-        if delta.embedding is None:
+        if delta.embedding is None and delta.score is None:
             self._request_stats.record_tokens(delta, now_s)
         else:
-            self._request_stats.record_embedding(delta, now_s)
+            self._request_stats.record_pooling(delta, now_s)
         n_before = collector.num_bytes
         if not collector.put(delta):
             self._processor.discard(request_id)

@@ -11,6 +11,7 @@ from llaisys.config import Config
 from llaisys.model_assets import ModelAssets
 from llaisys.prompt import truncate_prompt
 from llaisys.sampling_params import SamplingParams
+from llaisys.text.tokenizer import PairPrompt
 from llaisys.text.tokenizer_pool import AsyncTokenizer
 
 
@@ -68,12 +69,48 @@ class AsyncText(ABC):
         self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> list[int]:
         """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
+        n_kept = params.truncate_prompt_tokens
+        is_cut = self._model.info.is_encoder and n_kept is not None and add_special_tokens
+        if isinstance(prompt, str) and is_cut and n_kept is not None:
+            # An encoder's special tokens are at both ends, and stay.
+            ids = await self.encode(prompt, add_special_tokens=False)
+            n_kept = self.max_model_len if n_kept == -1 else n_kept
+            return self._model.tokenizer.truncate(ids, n_kept, params.truncation_side)
         if isinstance(prompt, str):
             n_tokens_max = self.max_prompt_tokens(params)
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_tokens_max=n_tokens_max)
         else:
             ids = list(prompt)
         return truncate_prompt(ids, params, self.max_model_len)
+
+    @property
+    def scores_pairs(self) -> bool:
+        """True if the model reads a query and a document together to score them."""
+        return self._model.scores_pairs
+
+    async def pair_prompt(
+        self,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> PairPrompt:
+        """Return the prompt that scores a document for a query, cut to `truncate_prompt_tokens` tokens.
+
+        -1 is as many as the context has. Raises as `encode` and `ModelAssets.pair_prompt`.
+        """
+        n_max = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        if self._async_tokenizer is None:
+            return await asyncio.to_thread(self._model.pair_prompt, query, document, instruction, n_max)
+        reranker = self._model.pair_reranker(instruction)
+        if reranker is None:
+            return await self._async_tokenizer.encode_pair(query, document, n_max)
+        most = self._config.max_input_tokens or self.max_model_len if n_max is None else None
+        body = await self.encode(
+            reranker.body(query, document, instruction), add_special_tokens=False, n_tokens_max=most
+        )
+        return PairPrompt(reranker.prompt(body, n_max))
 
     def max_prompt_tokens(self, params: SamplingParams) -> int | None:
         """Return the maximum prompt length in tokens of `generate`; None if it truncates the prompt."""

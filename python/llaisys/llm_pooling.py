@@ -20,7 +20,7 @@ from llaisys.outputs import (
     ScoringRequestOutput,
 )
 from llaisys.pooling_params import PoolingParams, check_task
-from llaisys.prompt import Prompt, as_prompt_list
+from llaisys.prompt import Prompt, as_prompt_list, read_prompt
 from llaisys.vllm_arguments import refuse
 
 PoolingParamsOrList: TypeAlias = "PoolingParams | Sequence[PoolingParams]"
@@ -96,9 +96,10 @@ class PoolingMethods:
         tokenization_kwargs: None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return the cosine similarity of the embeddings of each pair.
+        """Return the score of each pair: a reranker's, or the cosine similarity of the embeddings.
 
-        `data_1` has one text, which is compared with each text of `data_2`, or as many texts as `data_2`.
+        `data_1` has one text, which is compared with each text of `data_2`, or as many texts as `data_2`. A
+        reranker reads `data_1` as queries and `data_2` as documents, and needs texts.
         The outputs have the order of `data_2`. Raises as `encode`, and RejectedError for other lengths.
         """
         refuse(
@@ -110,16 +111,59 @@ class PoolingMethods:
                 f"{len(first)} texts cannot be paired with {len(second)}: pass 1 and 1, 1 and n, or n and n",
                 param="data_1",
             )
-        pooled = self._pool([*first, *second], pooling_params, use_tqdm)
+        if self._engine.model.scores_pairs:
+            queries = list(first) * (len(second) // len(first))
+            return self._score_pairs(list(zip(queries, second, strict=True)), pooling_params, use_tqdm)
+        pooled = self._pool([*first, *second], pooling_params, use_tqdm, normalize=True)
         left, right = pooled[: len(first)], pooled[len(first) :]
         return [_scored(a, b) for a, b in zip(left * (len(right) // len(left)), right, strict=True)]
+
+    def _score_pairs(
+        self,
+        pairs: Sequence[tuple[Prompt, Prompt]],
+        pooling_params: PoolingParams | None,
+        use_tqdm: ShowProgress,
+    ) -> list[ScoringRequestOutput]:
+        """Return what the model's score head or reranker computes for each pair of query and document."""
+        engine, params = self._engine, pooling_params or PoolingParams()
+        n_max = params.truncate_prompt_tokens
+        n_max = engine.max_model_len if n_max == -1 else n_max
+        prompts = [
+            engine.model.pair_prompt(_text(query, "data_1"), _text(document, "data_2"), None, n_max)
+            for query, document in pairs
+        ]
+        prepared = engine.prepare(
+            [(None, prompt.ids) for prompt in prompts],
+            [PoolingParams().sampling_params()] * len(pairs),
+            pooling="score",
+            normalize=[engine.model.normalizes] * len(pairs),
+            second_segments=[prompt.second_segment for prompt in prompts],
+        )
+        scored = []
+        for i, output in enumerate(merge_deltas(prepared, engine.deltas(prepared, use_tqdm=use_tqdm))):
+            if output.score is None:
+                reason = output.outputs[0].finish_reason
+                raise RequestFailedError(f"pair {i} has no score ({reason}); the log has the cause")
+            scored.append(
+                ScoringRequestOutput(
+                    output.request_id,
+                    ScoringOutput(output.score),
+                    output.prompt_token_ids,
+                    output.num_cached_tokens,
+                    output.finished,
+                )
+            )
+        return scored
 
     def _pool(
         self,
         prompts: Sequence[Prompt],
         pooling_params: PoolingParamsOrList | None,
         use_tqdm: ShowProgress,
+        *,
+        normalize: bool | None = None,
     ) -> list[RequestOutput]:
+        """Return the outputs with the embeddings. `normalize`: overrides that of the parameters."""
         params = pooling_params if pooling_params is not None else PoolingParams()
         given = [params] * len(prompts) if isinstance(params, PoolingParams) else params
         if len(given) != len(prompts):
@@ -134,6 +178,9 @@ class PoolingMethods:
             [engine.encode(prompt) for prompt in prompts],
             [each.sampling_params() for each in given],
             pooling=engine.model.embedding_pooling(),
+            normalize=[
+                _first_stated(normalize, each.normalize, default=engine.model.normalizes) for each in given
+            ],
         )
         outputs = merge_deltas(prepared, engine.deltas(prepared, use_tqdm=use_tqdm))
         for i, output in enumerate(outputs):
@@ -141,6 +188,18 @@ class PoolingMethods:
                 reason = output.outputs[0].finish_reason
                 raise RequestFailedError(f"prompt {i} has no embedding ({reason}); the log has the cause")
         return outputs
+
+
+def _first_stated(*flags: bool | None, default: bool) -> bool:
+    return next((flag for flag in flags if flag is not None), default)
+
+
+def _text(prompt: Prompt, param: str) -> str:
+    """Return the text of a prompt. Raises RejectedError for token ids."""
+    text, _ = read_prompt(prompt)
+    if text is None:
+        raise RejectedError("a reranker needs texts, not token ids", param=param)
+    return text
 
 
 def _vector(output: RequestOutput) -> NDArray[np.float32]:

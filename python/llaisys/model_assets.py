@@ -17,8 +17,9 @@ from llaisys.model_info import ModelInfo, Pooling
 from llaisys.sampling_params import SamplingParams
 from llaisys.text.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from llaisys.text.pooling_type import DEFAULT as DEFAULT_POOLING
-from llaisys.text.pooling_type import model_pooling
-from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+from llaisys.text.pooling_type import model_normalizes, model_pooling
+from llaisys.text.reranker import YesNoReranker, load_reranker
+from llaisys.text.tokenizer import PairPrompt, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,9 @@ class ModelAssets:
     - `name`: the name of the model unless `served_model_name` is set.
     - `sampling_defaults`: SamplingParams fields from `generation_config.json` or the list of embedded models.
     - `pooling`: the pooling type from the setting or the checkpoint. It may be unsupported, which
-      `embedding_pooling` checks.
+      `embedding_pooling` checks. `normalizes`: embeddings have L2 norm 1, or the scores of a score head are
+      numbers from 0 to 1.
+    - `reranker`: how a decoder scores a document for a query; None: by cosine similarity.
     - `draft`: the second model of speculative decoding.
     """
 
@@ -40,6 +43,8 @@ class ModelAssets:
     template: ChatTemplate | None
     sampling_defaults: Mapping[str, Any]
     pooling: str = DEFAULT_POOLING
+    normalizes: bool = True
+    reranker: YesNoReranker | None = None
     draft: ModelInfo | None = None
 
     def chat_prompt(
@@ -72,13 +77,58 @@ class ModelAssets:
 
     def embedding_pooling(self) -> Pooling:
         """Return the pooling type. Raises UnsupportedError naming an unsupported one."""
+        self.check_task("mean")
         match self.pooling:
-            case "mean" | "last" as pooling:
+            case "mean" | "last" | "cls" | "max" as pooling:
                 return pooling
         raise UnsupportedError(
-            f"{self.name} pools embeddings with {self.pooling}; supported are mean and last "
+            f"{self.name} pools embeddings with {self.pooling}; supported are mean, last, cls and max "
             "(set one with --pooling-type)"
         )
+
+    @property
+    def scores_pairs(self) -> bool:
+        """True if the model reads a query and a document together to score them."""
+        return self.reranker is not None or self.info.has_score_head
+
+    def check_task(self, pooling: Pooling | None) -> None:
+        """Raise UnsupportedError if the model cannot do this; None: generate text."""
+        use = "/v1/rerank and /score" if self.info.has_score_head else "embeddings"
+        if pooling is None and not self.info.generates:
+            kind = "is an encoder, which" if self.info.is_encoder else "has no head that"
+            raise UnsupportedError(f"{self.name} {kind} generates no text; use it for {use}", param="model")
+        if pooling is not None and (pooling == "score") != self.info.has_score_head and self.info.is_encoder:
+            what = "score head" if pooling == "score" else "embeddings"
+            raise UnsupportedError(f"{self.name} has no {what}; use it for {use}", param="model")
+
+    def score_token_ids(self, pooling: Pooling | None) -> tuple[int, int] | None:
+        """Return the tokens whose logprobs make the score of a request with this pooling; None for others."""
+        return self.reranker.token_ids if pooling == "score" and self.reranker is not None else None
+
+    def pair_prompt(
+        self, query: str, document: str, instruction: str | None, n_max: int | None
+    ) -> PairPrompt:
+        """Return the prompt that scores a document for a query, of `n_max` tokens at most.
+
+        Raises UnsupportedError if the model does not score pairs or has no instruction. See
+        `YesNoReranker.prompt` and `Tokenizer.encode_pair`.
+        """
+        reranker = self.pair_reranker(instruction)
+        if reranker is None:
+            return self.tokenizer.encode_pair(query, document, n_max)
+        body = reranker.body(query, document, instruction)
+        return PairPrompt(reranker.prompt(self.tokenizer.encode(body, add_special_tokens=False), n_max))
+
+    def pair_reranker(self, instruction: str | None) -> YesNoReranker | None:
+        """Return `reranker`; None for a model with a score head. Raises UnsupportedError for others."""
+        if not self.scores_pairs:
+            raise UnsupportedError(f"{self.name} does not score pairs of texts", param="model")
+        if instruction is not None and self.reranker is None:
+            raise UnsupportedError(
+                f"instruction is only for rerankers with a prompt; {self.name} has a score head",
+                param="instruction",
+            )
+        return self.reranker
 
     def grammar_compiler(self) -> GrammarCompiler:
         """Return the grammar compiler of this model, for structured outputs."""
@@ -103,13 +153,16 @@ def load_model_assets(config: Config) -> ModelAssets:
     if config.generation_config == "auto":
         defaults = {**resolved.sampling_defaults, **info.generation}
         SamplingParams(**defaults)  # an invalid generation_config.json fails the start, not each request
+    tokenizer = load_tokenizer(info)
     model = ModelAssets(
         name=resolved.name,
         info=info,
-        tokenizer=load_tokenizer(info),
+        tokenizer=tokenizer,
         template=load_chat_template(info, config.chat_template),
         sampling_defaults=defaults,
         pooling=model_pooling(info) if config.pooling_type == "auto" else config.pooling_type,
+        normalizes=model_normalizes(info),
+        reranker=load_reranker(info, tokenizer, config.score_type, resolved.name),
         draft=_draft(config),
     )
     model.tokenizer.warm_up()

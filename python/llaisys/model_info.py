@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-# How a prompt's final hidden states become an embedding: the mean of all, or the last.
-Pooling: TypeAlias = Literal["mean", "last"]
+# What is computed of a prompt in place of a completion. An embedding is the mean of all final hidden states,
+# the first (cls) or last of them, or their largest numbers. A score says how well a document fits a query.
+Pooling: TypeAlias = Literal["mean", "last", "cls", "max", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class ModelInfo:
     - `pooling_type`: llama.cpp's number in a GGUF, else None.
     - `skipped_tensors`: prefix of names -> number of tensors of a multimodal checkpoint that the text model
       does not use.
+    - `generates`: False for a model without a head, which has no logits. `is_encoder`: True for an encoder,
+      `has_score_head` for one with a classifier.
     """
 
     path: str
@@ -97,3 +100,6 @@ class ModelInfo:
     tokenizer: GgufTokenizer | None
     pooling_type: int | None = None
     skipped_tensors: dict[str, int] = field(default_factory=dict)
+    generates: bool = True
+    is_encoder: bool = False
+    has_score_head: bool = False

@@ -49,6 +49,8 @@ class PreparedPrompt:
     session_id: str = ""
     priority: int = 0
     pooling: Pooling | None = None
+    normalize: bool = True
+    second_segment: int | None = None
 
 
 class OfflineEngine:
@@ -108,24 +110,31 @@ class OfflineEngine:
         sessions: Sequence[str] | None = None,
         priorities: Sequence[int] | None = None,
         pooling: Pooling | None = None,
+        normalize: Sequence[bool] | None = None,
+        second_segments: Sequence[int | None] | None = None,
     ) -> list[PreparedPrompt]:
         """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
+        self.model.check_task(pooling)
         tokenizer = self.model.tokenizer
+        normalize = normalize or [True] * len(prompts)
+        second_segments = second_segments or [None] * len(prompts)
         sessions, priorities = sessions or [""] * len(prompts), priorities or [0] * len(prompts)
         prepared = [
             PreparedPrompt(
                 f"{next(self._ordinals)}",
                 text,
-                truncate_prompt(ids, each, self.max_model_len),
+                self._truncated(text, ids, each),
                 each,
                 tokenize_bad_words(tokenizer, each.bad_words),
                 tokenizer.encode(each.prediction, False) if each.prediction else [],
                 session,
                 priority,
                 pooling,
+                normalized,
+                second_segment,
             )
-            for (text, ids), each, session, priority in zip(
-                prompts, params, sessions, priorities, strict=True
+            for (text, ids), each, session, priority, normalized, second_segment in zip(
+                prompts, params, sessions, priorities, normalize, second_segments, strict=True
             )
         ]
         for prompt in prepared:
@@ -133,6 +142,15 @@ class OfflineEngine:
             if prompt.params.structured_outputs is not None:
                 self._grammar_trials.check_now(prompt.params.structured_outputs)
         return prepared
+
+    def _truncated(self, text: str | None, ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the prompt after `truncate_prompt_tokens`. A text of an encoder keeps its special tokens."""
+        tokenizer, n_kept = self.model.tokenizer, params.truncate_prompt_tokens
+        if text is None or n_kept is None or not self.model.info.is_encoder:
+            return truncate_prompt(ids, params, self.max_model_len)
+        n_kept = self.max_model_len if n_kept == -1 else n_kept
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.truncate(bare, n_kept, params.truncation_side)
 
     def deltas(
         self, prepared: Sequence[PreparedPrompt], *, use_tqdm: ShowProgress
@@ -192,6 +210,7 @@ class GenerateCall:
         self._client = client
         self._router = router
         self._timeout_s = timeout_s
+        self._model = model
         self._eos = tuple(model.info.eos_token_ids)
         self._processor = OutputProcessor(model.tokenizer)
         self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
@@ -236,6 +255,9 @@ class GenerateCall:
                     session_id=prompt.session_id,
                     priority=prompt.priority,
                     pooling=prompt.pooling,
+                    normalize=prompt.normalize,
+                    second_segment=prompt.second_segment,
+                    score_token_ids=self._model.score_token_ids(prompt.pooling),
                 )
             )
         except LlaisysError:

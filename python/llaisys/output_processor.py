@@ -143,6 +143,7 @@ class OutputProcessor:
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
             embedding=output.embedding,
+            score=output.score,
             queued_s=output.queued_s,
         )
 
@@ -203,6 +204,7 @@ def append_delta(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.embedding = whole.embedding or delta.embedding
+    whole.score = delta.score if whole.score is None else whole.score
     whole.queued_s = max(whole.queued_s, delta.queued_s)
     whole.metrics = delta.metrics or whole.metrics
 

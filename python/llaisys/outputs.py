@@ -104,7 +104,8 @@ class RequestOutput:
     """The output of a request, with vLLM's fields and some additional ones.
 
     - `prompt_logprobs`, if requested: one entry per prompt token, None for the first.
-    - `embedding`, if requested in place of a completion: `[d_model]` float32, little endian, L2 norm 1.
+    - `embedding`, if requested in place of a completion: `[d_model]` float32, little endian.
+    - `score`, if requested in place of a completion: how relevant the document is to the query, 0 to 1.
     - `queued_s`: seconds from arrival until first admission, set in the first delta.
     - `metrics`: the times of the request; None for an embedding, and for a request that was not submitted.
     """
@@ -117,6 +118,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     embedding: bytes | None = None
+    score: float | None = None
     queued_s: float = 0.0
     metrics: RequestStateStats | None = None
 
@@ -131,7 +133,7 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class PoolingOutput:
-    """The result of `LLM.encode`. `data`: the pooled hidden states, `[d_model]` float32 with L2 norm 1.
+    """The result of `LLM.encode`. `data`: the pooled hidden states, `[d_model]` float32.
 
     In vLLM `data` is a tensor of PyTorch, here an array of NumPy.
     """
@@ -147,7 +149,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """The result of `LLM.embed`: a vector of `hidden_size` numbers with L2 norm 1."""
+    """The result of `LLM.embed`: a vector of `hidden_size` numbers."""
 
     embedding: list[float]
 
@@ -159,7 +161,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """The result of `LLM.score`: the cosine similarity of two texts, -1 to 1."""
+    """The result of `LLM.score`: what a reranker computed, 0 to 1, or a cosine similarity, -1 to 1."""
 
     score: float
 

@@ -16,7 +16,7 @@ class PoolingParams:
       leave space for one more.
     - `dimensions`: only the model's own number, because models do not state whether their vectors can be
       truncated.
-    - `normalize`: embeddings have L2 norm 1, so False is not supported.
+    - `normalize`: the vector gets L2 norm 1. None: if the model says so; most do.
     - `task`: only "embed".
 
     Raises RejectedError or UnsupportedError naming the field.
@@ -29,10 +29,8 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         self.sampling_params()
-        if self.normalize is False:
-            raise UnsupportedError(
-                "normalize=False is not supported: embeddings have L2 norm 1", param="normalize"
-            )
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise RejectedError(f"normalize is {self.normalize!r}, expected True or False", param="normalize")
         check_task(self.task)
 
     def check_dimensions(self, d_model: int) -> None:

@@ -259,8 +259,8 @@ class RequestStats:
         request.n_generated[completion.index] += n_tokens
         self._generation_tokens += n_tokens
 
-    def record_embedding(self, delta: RequestOutput, now_s: float) -> None:
-        """Record the embedding that completes a request."""
+    def record_pooling(self, delta: RequestOutput, now_s: float) -> None:
+        """Record the embedding or the score that completes a request."""
         request = self._open.get(delta.request_id)
         if request is None:
             return

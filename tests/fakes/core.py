@@ -295,7 +295,7 @@ class Context:
                 n_top = min(sequence.spec.top_logprobs, VOCAB_SIZE)
                 n_ids = N_PLAIN if n_top <= N_PLAIN else VOCAB_SIZE
                 top = [((ids[-1] + i) % n_ids, -0.5 - i) for i in range(n_top)]
-                top = [(id, -1.0 - id) for id in sequence.spec.logprob_ids] or top
+                top = [(id, prompt_logprob(seen, id)) for id in sequence.spec.logprob_ids] or top
                 logprobs.append((len(ids) - 1, -0.5, 1, top))
         return SimpleNamespace(
             rows=np.array(rows, np.int32),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
+import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,7 @@ from llaisys.outputs import CompletionOutput, Logprob, RequestOutput, RequestSta
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.chat_template import ChatTemplate
+from llaisys.text.tokenizer import PairPrompt
 
 FIRST_ID = 100
 TOKENIZER = text.tokenizer()
@@ -114,6 +117,11 @@ class FakeService:
     grammar_error: Exception | None = None
     embedding_error: LlaisysError | None = None
     metrics: RequestStateStats | None = None
+    normalizes: bool = True
+    unit_vectors: bool = False
+    scores_pairs: bool = False
+    pair_gate: asyncio.Event | None = None
+    pairs: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     n_open: int = 0
     n_open_most: int = 0
 
@@ -199,16 +207,32 @@ class FakeService:
     async def decode(self, ids: Sequence[int], **options: Any) -> str:  # noqa: ARG002 -- AsyncLLM's
         return bytes(ids).decode()
 
+    async def pair_prompt(
+        self,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> PairPrompt:
+        ids = list(f"{query}|{document}".encode())[:truncate_prompt_tokens]
+        self.pairs[bytes(ids)] = {"pair": (query, document), "instruction": instruction}
+        return PairPrompt(ids)
+
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         if self.dead:
             raise EngineDeadError("shutting down")
+        if options.get("pooling") == "score":
+            options |= self.pairs[bytes(prompt)]  # type: ignore[arg-type]  # token ids
         call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, options)
         self.calls.append(call)
         token_id = FIRST_ID
         try:
             if options.get("pooling"):
+                if self.pair_gate is not None:
+                    await self.pair_gate.wait()
                 yield await self._embed(call)
                 return
             for piece in self.script:
@@ -221,6 +245,11 @@ class FakeService:
         finally:
             call.ended = True
 
+    async def until_calls(self, n_calls: int) -> None:
+        """Return once `generate` was called this many times."""
+        while len(self.calls) < n_calls:  # noqa: ASYNC110 -- other tasks of this loop make the calls
+            await asyncio.sleep(0)
+
     async def _embed(self, call: Call) -> RequestOutput:
         """Return the ids of the prompt as its vector."""
         ids = await self.prompt_ids(call.prompt, call.params)
@@ -230,8 +259,12 @@ class FakeService:
         self.n_open -= 1
         if self.embedding_error is not None:
             raise self.embedding_error
-        vector = struct.pack(f"<{len(ids)}f", *ids)
         answer = CompletionOutput(0, "", [], finish_reason="stop")
+        if call.options["pooling"] == "score":
+            score = pair_score(*call.options["pair"])
+            return RequestOutput(call.request_id, None, ids, [answer], finished=True, score=score)
+        length = math.hypot(*ids) if self.unit_vectors else 1.0
+        vector = struct.pack(f"<{len(ids)}f", *(id / length for id in ids))
         return RequestOutput(call.request_id, None, ids, [answer], finished=True, embedding=vector)
 
     def _delta(self, call: Call, piece: Piece, first_id: int) -> RequestOutput:
@@ -270,6 +303,11 @@ class FakeService:
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
         )
+
+
+def pair_score(query: str, document: str) -> float:
+    """Return the score of a pair: a hash."""
+    return zlib.crc32(f"{query}|{document}".encode()) / 2**32
 
 
 def candidates(token_id: int, text: str, n_top: int) -> dict[int, Logprob]:

@@ -89,6 +89,8 @@ def test_pooling_params(llm: LLM) -> None:
     (output,) = llm.embed([[1, 2, 3]], pooling_params=params)
     assert output.prompt_token_ids == [2, 3]
     assert len(llm.embed([[1], [2]], pooling_params=[params, PoolingParams()])) == 2
+    (raw,) = llm.embed([[1, 2]], pooling_params=PoolingParams(normalize=False))
+    assert raw.outputs.embedding == np.array(core.hidden_of([1, 2]), np.float32).tolist()
     (long,) = llm.embed([[1] * 500], pooling_params=PoolingParams(truncate_prompt_tokens=-1))
     assert len(long.prompt_token_ids) == llm.max_model_len - 1
     with pytest.raises(RejectedError, match="2 prompts and 1 pooling_params"):
@@ -96,7 +98,7 @@ def test_pooling_params(llm: LLM) -> None:
     with pytest.raises(UnsupportedError, match="dimensions is 7"):
         llm.embed([1], pooling_params=PoolingParams(dimensions=7))
     wrong: list[tuple[dict[str, Any], type[Exception]]] = [
-        ({"normalize": False}, UnsupportedError),
+        ({"normalize": 1}, RejectedError),
         ({"task": "score"}, UnsupportedError),
         ({"truncate_prompt_tokens": 0}, RejectedError),
     ]

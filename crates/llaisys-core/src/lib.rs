@@ -52,6 +52,7 @@ pub mod seq;
 /// Checkpoints: opens, checks and describes Hugging Face folders and GGUF files.
 pub mod checkpoint {
     pub use crate::arch::config::ModelConfig;
+    pub use crate::arch::encoder::EncoderConfig;
     pub use crate::load::checkpoint::Checkpoint;
     pub use crate::load::model_info::{FileFormat, KvBytesPerCell, ModelInfo};
 }

@@ -1,115 +1,34 @@
 //! `Context`: one model with its KV cells, owned by the thread that created it.
-//!
-//! The class is frozen, so Python has only shared references. The state is in a mutex that is never contended: the
-//! owner is checked first, and it cannot be in two calls at the same time.
 
 use crate::convert::{
     OwnedArrays, OwnedMasks, compute_mode, count, natural, owned, parse_isa, parse_kv_dtype,
 };
 use crate::cuda::Gpu;
-use crate::errors::{Fault, guarded, panic_message};
+use crate::errors::{Fault, guarded};
 use crate::kv_cache::Snapshot;
 use crate::output::DecodeOutput;
+use crate::owned::{Core, Owned};
 use crate::sampler::SamplerSpec;
 use crate::watchdog::Progress;
 use llaisys_core::checkpoint::Checkpoint;
 use llaisys_core::context::THREADS_MAX;
-use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
-use llaisys_core::error::Rejected;
+use llaisys_core::context::{Context as CoreContext, ContextConfig, DecodeRequest};
 use llaisys_core::kv::STREAM_LIMIT;
 use llaisys_core::seq::{SEQ_LIMIT, SeqId};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::ThreadId;
+use std::sync::Arc;
 
 /// One model on one device with its KV cells. Created, used and closed on one thread.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Context {
-    owner: ThreadId,
-    process: u32,
-    state: Mutex<State>,
+    core: Owned<CoreContext>,
 }
 
-enum State {
-    Open(Box<Core>),
-    Closed,
-    /// The message of a panic or device failure that left the context inconsistent. After a panic, the core is leaked.
-    Dead(String),
-}
-
-impl Context {
-    /// Runs `call` on the core. Rejects other threads and forked processes. A panic becomes [`Fault::RolledBack`] if
-    /// the context is unchanged, else [`Fault::Panic`]. After the latter and after a device failure, every later call
-    /// fails with [`Fault::Dead`].
-    fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
-        self.check_owner()?;
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let core = match &mut *state {
-            State::Open(core) => core,
-            State::Closed => return Err(Fault::Core(Rejected::Closed.into())),
-            State::Dead(message) => return Err(Fault::Dead(message.clone())),
-        };
-        let payload = match catch_unwind(AssertUnwindSafe(|| call(core))) {
-            Ok(Err(error)) if core.is_broken() => {
-                *state = State::Dead(error.to_string());
-                return Err(Fault::Core(error));
-            }
-            Ok(result) => return result.map_err(Fault::Core),
-            Err(payload) => payload,
-        };
-        let message = panic_message(payload.as_ref());
-        if !core.is_broken() {
-            return Err(Fault::RolledBack(message));
-        }
-        if let State::Open(core) = std::mem::replace(&mut *state, State::Dead(message.clone())) {
-            std::mem::forget(core);
-        }
-        Err(Fault::Panic(message))
-    }
-
-    fn check_owner(&self) -> Result<(), Fault> {
-        if std::process::id() != self.process {
-            return Err(Fault::ForeignProcess);
-        }
-        if std::thread::current().id() != self.owner {
-            return Err(Fault::ForeignThread);
-        }
-        Ok(())
-    }
-
-    /// Runs a short call without releasing the GIL.
-    fn brief<T>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>,
-    ) -> PyResult<T> {
-        self.call(call).map_err(|fault| fault.into_py(py))
-    }
-
-    /// Runs a long call with the GIL released.
-    fn detached<T: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error> + Send,
-    ) -> PyResult<T> {
-        py.detach(|| self.call(call)).map_err(|fault| fault.into_py(py))
-    }
-}
-
-/// Runs without `close` at interpreter exit, or by the garbage collector on any thread. Freeing calls no Python, and no
-/// panic leaves it. In a forked process the worker threads do not exist and cannot be joined, so the core is leaked.
-impl Drop for Context {
-    fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let state = std::mem::replace(state, State::Closed);
-        if std::process::id() != self.process {
-            std::mem::forget(state);
-        } else if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(state))) {
-            std::mem::forget(payload);
-        }
+impl Core for CoreContext {
+    fn is_broken(&self) -> bool {
+        CoreContext::is_broken(self)
     }
 }
 
@@ -164,86 +83,72 @@ impl Context {
                 None if n_cells.is_none() => {
                     Err(Fault::Argument("n_cells is None, which needs a gpu to fill".to_owned()))
                 }
-                None => py.detach(|| guarded(|| Core::new(Checkpoint::open(&path)?, config, progress))),
+                None => {
+                    py.detach(|| guarded(|| CoreContext::new(Checkpoint::open(&path)?, config, progress)))
+                }
                 Some(gpu) => py.detach(|| guarded(|| gpu.load(&path, config, n_cells.is_none()))),
             }
         };
-        let core = load().map_err(|fault| fault.into_py(py))?;
-        Ok(Self {
-            owner: std::thread::current().id(),
-            process: std::process::id(),
-            state: Mutex::new(State::Open(Box::new(core))),
-        })
+        Ok(Self { core: Owned::new(load().map_err(|fault| fault.into_py(py))?) })
     }
 
     /// Free all resources; idempotent.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.check_owner().map_err(|fault| fault.into_py(py))?;
-        let state = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *state, State::Closed)
-        };
-        py.detach(|| {
-            guarded(|| {
-                drop(state);
-                Ok(())
-            })
-        })
-        .map_err(|fault| fault.into_py(py))
+        self.core.close(py)
     }
 
     /// The name of the instruction set or the GPU.
     #[getter]
     fn isa(&self, py: Python<'_>) -> PyResult<String> {
-        self.brief(py, |core| Ok(core.computes_on().to_owned()))
+        self.core.brief(py, |core| Ok(core.computes_on().to_owned()))
     }
 
     #[getter]
     fn n_cells(&self, py: Python<'_>) -> PyResult<usize> {
-        self.brief(py, |core| Ok(core.n_cells()))
+        self.core.brief(py, |core| Ok(core.n_cells()))
     }
 
     #[getter]
     fn n_cells_free(&self, py: Python<'_>) -> PyResult<usize> {
-        self.brief(py, |core| Ok(core.n_cells_free()))
+        self.core.brief(py, |core| Ok(core.n_cells_free()))
     }
 
     #[getter]
     fn n_seq_free(&self, py: Python<'_>) -> PyResult<usize> {
-        self.brief(py, |core| Ok(core.n_seq_free()))
+        self.core.brief(py, |core| Ok(core.n_seq_free()))
     }
 
     #[getter]
     fn vocab_size(&self, py: Python<'_>) -> PyResult<usize> {
-        self.brief(py, |core| Ok(core.config().vocab_size))
+        self.core.brief(py, |core| Ok(core.config().vocab_size))
     }
 
     /// The window of attention if every layer has one.
     #[getter]
     fn attention_window(&self, py: Python<'_>) -> PyResult<Option<usize>> {
-        self.brief(py, |core| Ok(core.attention_window()))
+        self.core.brief(py, |core| Ok(core.attention_window()))
     }
 
     /// Bytes of the packed weights.
     #[getter]
     fn weight_bytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.brief(py, |core| Ok(core.weight_bytes()))
+        self.core.brief(py, |core| Ok(core.weight_bytes()))
     }
 
     /// Free cells of one stream.
     fn n_cells_free_in(&self, py: Python<'_>, stream: i64) -> PyResult<usize> {
-        self.brief(py, |core| core.n_cells_free_in(natural("stream", stream)?))
+        self.core.brief(py, |core| core.n_cells_free_in(natural("stream", stream)?))
     }
 
     /// Acquire a sequence id.
     #[pyo3(signature = (stream = 0))]
     fn seq_acquire(&self, py: Python<'_>, stream: i64) -> PyResult<i64> {
-        self.brief(py, |core| Ok(core.seq_acquire(natural("stream", stream)?)?.to_raw()))
+        self.core.brief(py, |core| Ok(core.seq_acquire(natural("stream", stream)?)?.to_raw()))
     }
 
     /// Release the id, its cells and its sampler.
     fn seq_release(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
-        self.brief(py, |core| core.seq_release(SeqId::from_raw(seq_id)))
+        self.core.brief(py, |core| core.seq_release(SeqId::from_raw(seq_id)))
     }
 
     /// Attach sampling to a sequence.
@@ -258,7 +163,7 @@ impl Context {
         let ids = owned("prompt_ids", &prompt_ids).and_then(|p| Ok((p, owned("output_ids", &output_ids)?)));
         let (prompt, output) = ids.map_err(|fault| fault.into_py(py))?;
         let spec = spec.spec.clone();
-        self.brief(py, |core| core.set_sampler(SeqId::from_raw(seq_id), spec, &prompt, &output))
+        self.core.brief(py, |core| core.set_sampler(SeqId::from_raw(seq_id), spec, &prompt, &output))
     }
 
     /// One forward pass for all rows; the GIL is released.
@@ -290,7 +195,7 @@ impl Context {
             Ok((arrays, masks))
         };
         let (arrays, masks) = gather().map_err(|fault| fault.into_py(py))?;
-        let result = self.detached(py, |core| {
+        let result = self.core.detached(py, |core| {
             let masks = masks.as_ref().map(OwnedMasks::view);
             core.decode(&DecodeRequest { arrays: arrays.view(), masks, return_logits })
         })?;
@@ -299,57 +204,57 @@ impl Context {
 
     /// Remove positions `p0 <= p < p1` of a sequence.
     fn kv_seq_rm(&self, py: Python<'_>, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.brief(py, |core| core.kv_seq_rm(SeqId::from_raw(seq_id), p0, p1))
+        self.core.brief(py, |core| core.kv_seq_rm(SeqId::from_raw(seq_id), p0, p1))
     }
 
     /// Let `dst` see positions of `src`.
     fn kv_seq_cp(&self, py: Python<'_>, src: i64, dst: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.detached(py, |core| core.kv_seq_cp(SeqId::from_raw(src), SeqId::from_raw(dst), p0, p1))
+        self.core.detached(py, |core| core.kv_seq_cp(SeqId::from_raw(src), SeqId::from_raw(dst), p0, p1))
     }
 
     /// Remove the cells of every other sequence; all ids stay acquired.
     fn kv_seq_keep(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
-        self.brief(py, |core| core.kv_seq_keep(SeqId::from_raw(seq_id)))
+        self.core.brief(py, |core| core.kv_seq_keep(SeqId::from_raw(seq_id)))
     }
 
     /// Shift positions in the range by `delta` and rotate the stored keys.
     fn kv_seq_add(&self, py: Python<'_>, seq_id: i64, p0: i32, p1: i32, delta: i32) -> PyResult<()> {
-        self.detached(py, |core| core.kv_seq_add(SeqId::from_raw(seq_id), p0, p1, delta))
+        self.core.detached(py, |core| core.kv_seq_add(SeqId::from_raw(seq_id), p0, p1, delta))
     }
 
     /// Smallest position, -1 if the sequence is empty.
     fn kv_seq_pos_min(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
-        self.brief(py, |core| Ok(core.kv_seq_pos_min(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
+        self.core.brief(py, |core| Ok(core.kv_seq_pos_min(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
     }
 
     /// Largest position, -1 if the sequence is empty.
     fn kv_seq_pos_max(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
-        self.brief(py, |core| Ok(core.kv_seq_pos_max(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
+        self.core.brief(py, |core| Ok(core.kv_seq_pos_max(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
     }
 
     /// Cache a sequence's cells in a new node.
     fn kv_node_cache(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.brief(py, |core| core.kv_node_cache(node, SeqId::from_raw(seq_id), p0, p1))
+        self.core.brief(py, |core| core.kv_node_cache(node, SeqId::from_raw(seq_id), p0, p1))
     }
 
     /// Let a sequence that ends at `p0` see a node's positions.
     fn kv_node_attach(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.detached(py, |core| core.kv_node_attach(node, SeqId::from_raw(seq_id), p0, p1))
+        self.core.detached(py, |core| core.kv_node_attach(node, SeqId::from_raw(seq_id), p0, p1))
     }
 
     /// Move a node's positions from `at` on to the new node `tail`.
     fn kv_node_split(&self, py: Python<'_>, node: u64, at: i32, tail: u64) -> PyResult<()> {
-        self.brief(py, |core| core.kv_node_split(node, at, tail))
+        self.core.brief(py, |core| core.kv_node_split(node, at, tail))
     }
 
     /// Remove a node's positions from `at` on.
     fn kv_node_trim(&self, py: Python<'_>, node: u64, at: i32) -> PyResult<()> {
-        self.brief(py, |core| core.kv_node_trim(node, at))
+        self.core.brief(py, |core| core.kv_node_trim(node, at))
     }
 
     /// K and V of a node's positions; the GIL is released.
     fn kv_node_export(&self, py: Python<'_>, node: u64, p0: i32, p1: i32) -> PyResult<Py<PyArray1<u8>>> {
-        let data = self.detached(py, |core| core.kv_node_export(node, p0, p1))?;
+        let data = self.core.detached(py, |core| core.kv_node_export(node, p0, p1))?;
         Ok(PyArray1::from_vec(py, data).unbind())
     }
 
@@ -363,27 +268,27 @@ impl Context {
         data: PyReadonlyArray1<'_, u8>,
     ) -> PyResult<()> {
         let data = owned("data", &data).map_err(|fault| fault.into_py(py))?;
-        self.detached(py, |core| core.kv_node_import(node, natural("stream", stream)?, p0, &data))
+        self.core.detached(py, |core| core.kv_node_import(node, natural("stream", stream)?, p0, &data))
     }
 
     /// A hash of what K and V depend on other than tokens and positions.
     fn fingerprint(&self, py: Python<'_>) -> PyResult<String> {
-        self.brief(py, |core| Ok(core.fingerprint()))
+        self.core.brief(py, |core| Ok(core.fingerprint()))
     }
 
     /// Progress counters, readable from any thread.
     fn progress(&self, py: Python<'_>) -> PyResult<Progress> {
-        self.brief(py, |core| Ok(core.progress().into()))
+        self.core.brief(py, |core| Ok(core.progress().into()))
     }
 
     /// All allocated cells.
     fn snapshot(&self, py: Python<'_>) -> PyResult<Snapshot> {
-        self.brief(py, |core| Ok(core.snapshot().into()))
+        self.core.brief(py, |core| Ok(core.snapshot().into()))
     }
 
     /// A hash of the allocated cells, the acquired ids and the order of the free cells.
     fn digest(&self, py: Python<'_>) -> PyResult<u64> {
-        self.brief(py, |core| Ok(core.digest()))
+        self.core.brief(py, |core| Ok(core.digest()))
     }
 
     /// Replace one tensor, by its name in the checkpoint.
@@ -395,12 +300,12 @@ impl Context {
     ) -> PyResult<()> {
         let shape = values.shape().to_vec();
         let elements = owned("values", &values).map_err(|fault| fault.into_py(py))?;
-        self.detached(py, |core| core.replace_weight(name, &shape, &elements))
+        self.core.detached(py, |core| core.replace_weight(name, &shape, &elements))
     }
 
     /// Check every invariant of the KV cache.
     fn check_integrity(&self, py: Python<'_>) -> PyResult<()> {
-        self.brief(py, |core| {
+        self.core.brief(py, |core| {
             core.check_integrity();
             Ok(())
         })

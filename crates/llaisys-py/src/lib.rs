@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 mod context;
 mod convert;
 mod cuda;
+mod encoder;
 mod errors;
 #[allow(unsafe_code, reason = "calls `_exit`")]
 mod exit;
@@ -20,6 +21,7 @@ mod faults;
 mod inspect;
 mod kv_cache;
 mod output;
+mod owned;
 mod sampler;
 mod watchdog;
 
@@ -32,6 +34,8 @@ mod _core {
     use super::context::Context;
     #[pymodule_export]
     use super::cuda::{Gpu, cuda_info};
+    #[pymodule_export]
+    use super::encoder::Encoder;
     #[cfg(feature = "faults")]
     #[pymodule_export]
     use super::faults::{fault_hits, fault_points, set_fault};

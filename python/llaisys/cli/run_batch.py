@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "run-batch",
-        "run a file of requests (OpenAI's batch JSONL: chat, completions, embeddings)",
+        "run a file of requests (OpenAI's batch JSONL: chat, completions, embeddings, rerank, score)",
         """
         llaisys run-batch -i requests.jsonl -o results.jsonl
         llaisys run-batch path/to/model --served-model-name gpt-4o-mini -i in.jsonl -o out.jsonl

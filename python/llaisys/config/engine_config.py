@@ -79,10 +79,16 @@ class EngineConfig(BaseModel):
     chat_template: Path | None = Field(
         None, description="Jinja file that replaces the model's chat template (default: the model's own)"
     )
-    pooling_type: Literal["auto", "mean", "last"] = Field(
+    pooling_type: Literal["auto", "mean", "last", "cls", "max"] = Field(
         "auto",
-        description="pooling of embeddings: the mean of all final hidden states, or the last one; auto uses "
-        "the model's setting",
+        description="pooling of embeddings: the mean of all last hidden states, the last or first (cls) one, "
+        "or the largest numbers; auto uses the model's setting",
+    )
+    score_type: Literal["auto", "cosine", "yes_no"] = Field(
+        "auto",
+        description="scores of /v1/rerank and /score: cosine similarities of embeddings, or Qwen3-Reranker's "
+        "probability of yes; auto knows a reranker by its score head, its name or `classifier_from_token` in "
+        "config.json",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="default seed for requests that do not set one")
 

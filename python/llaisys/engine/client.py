@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.loop import EngineListener, EngineLoop
@@ -34,7 +33,7 @@ from llaisys.engine.messages import (
 )
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
-from llaisys.engine.watchdog import EngineWatchdog
+from llaisys.engine.watchdog import Engine, EngineWatchdog
 from llaisys.errors import (
     EngineDeadError,
     ExhaustedError,
@@ -374,7 +373,7 @@ class InprocClient(EngineClient):
 
     def __init__(
         self,
-        build: Callable[[], LLMEngine],
+        build: Callable[[], Engine],
         limits: Limits,
         deliver: Deliver,
         clock: Callable[[], float] = time.monotonic,

@@ -14,7 +14,7 @@ from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.kv_blocks import KvEvents
 from llaisys.engine.kv_cache_manager import KvCacheManager
 from llaisys.engine.limits import Limits, check_first_token, token_limit
-from llaisys.engine.pooling import embedding_of, new_pool
+from llaisys.engine.pooling import new_pool, result_of
 from llaisys.engine.prefix_cache import Pin
 from llaisys.engine.queue_limits import check_queue
 from llaisys.engine.request import (
@@ -450,8 +450,8 @@ class LLMEngine:
 
     def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         """Append the first token since the admission, and cache the computed prompt for other requests."""
-        if request.pool is not None:
-            return self._finish(request, *embedding_of(request))
+        if request.source.pooling is not None:
+            return self._finish(request, *result_of(request, logprobs))
         self._kv_cache.cache_computed(request)
         is_first = request.num_output == 0
         event = request.append_token(token_id)

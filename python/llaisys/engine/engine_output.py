@@ -34,7 +34,7 @@ class EngineOutput:
     - `queued_s`: seconds from arrival until first admission. Only in the first output of each choice.
     - `new_prompt_logprobs`: one entry per prompt token from the second on, if requested. Only in the first
       output of choice 0.
-    - `embedding`: the result of an embedding request, as in `outputs.RequestOutput`.
+    - `embedding`, `score`: the result of a pooling request, as in `outputs.RequestOutput`.
     - `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: of the choice so far, if this output
       has verified drafts; otherwise 0.
     - `error`: set only with the finish reasons TIMEOUT and ERROR.
@@ -52,6 +52,7 @@ class EngineOutput:
     last: bool = False
     new_prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes | None = None
+    score: float | None = None
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
 

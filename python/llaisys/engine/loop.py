@@ -17,6 +17,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from llaisys.engine.encoder_engine import EncoderEngine
+from llaisys.engine.encoder_worker import open_encoder
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput, rejected_output
 from llaisys.engine.executor import Executor
@@ -38,7 +40,7 @@ from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
 from llaisys.engine.spec_decode.draft_model import DraftModelProposer
 from llaisys.engine.spec_decode.speculator import make_speculator
-from llaisys.engine.watchdog import EngineWatchdog
+from llaisys.engine.watchdog import Engine, EngineWatchdog
 from llaisys.engine.worker import open_worker
 from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
 from llaisys.stats import EngineStats
@@ -77,7 +79,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        build: Callable[[], LLMEngine],
+        build: Callable[[], Engine],
         listener: EngineListener,
         inbox_max: int,
         watchdog: EngineWatchdog | None = None,
@@ -88,7 +90,7 @@ class EngineLoop:
         self._end: Future[EngineDeadError] = Future()  # set once; the thread that sets it calls `on_end`
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inbox_max = inbox_max
-        self._built: Future[LLMEngine] = Future()
+        self._built: Future[Engine] = Future()
         # A daemon thread, so that an engine that was never closed does not block the exit of the interpreter.
         # `EngineClient` closes it from an exit hook, which runs while threads still can, and waits for it.
         self._thread = threading.Thread(target=self._run, name="llaisys-engine", daemon=True)
@@ -150,7 +152,7 @@ class EngineLoop:
         except BaseException:  # the end was reported above
             log.exception("closing the engine failed")
 
-    def _serve(self, engine: LLMEngine) -> None:
+    def _serve(self, engine: Engine) -> None:
         """Run until Shutdown, or until an exception that is not the fault of one request."""
         sessions = engine.session_requests
         sessions.wake = lambda: self._inbox.put(_Wake())
@@ -196,12 +198,14 @@ class EngineLoop:
             return
 
 
-def build_engine(
-    sizing: EngineSizing, seed: int, grammar_compiler: GrammarCompiler | None = None
-) -> LLMEngine:
+def build_engine(sizing: EngineSizing, seed: int, grammar_compiler: GrammarCompiler | None = None) -> Engine:
     """Load the model. Call it on the engine thread, because the core belongs to the thread that created
     it."""
     settings = sizing.settings
+    if settings.is_encoder:
+        encoder = open_encoder(settings)
+        log.info("loaded %s: %s", settings.path, encoder.describe())
+        return EncoderEngine(encoder, sizing.limits)
     worker = open_worker(settings)
     limits = sizing.limits.with_cells(worker.n_cells)
     log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
@@ -224,7 +228,7 @@ def _draft_model(settings: WorkerSettings) -> DraftModelProposer:
     return DraftModelProposer(worker, settings.n_batch, settings.max_model_len)
 
 
-def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
+def _submit(engine: Engine, request: EngineRequest) -> list[EngineOutput]:
     """Submit a request. Return its single output if it is rejected, otherwise nothing."""
     try:
         engine.submit(request)

@@ -33,6 +33,7 @@ class WorkerSettings:
 
     - `n_cells`: KV cells. None stands for as many as fit in the GPU's memory.
     - `shows_progress`: show a progress bar on stderr while the weights are loaded.
+    - `is_encoder`: the arguments are those of `_core.Encoder`, which has no cells.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class WorkerSettings:
     prune_argmax: bool = False
     gpu: GpuSettings | None = None
     shows_progress: bool = False
+    is_encoder: bool = False
 
 
 # The KV cache takes 1/_KV_SHARE of the available memory if nothing is configured.
@@ -229,6 +231,62 @@ def _kv_events(config: EngineConfig) -> KvEventsConfig | None:
             param="kv_events_config",
         )
     return kv_events
+
+
+def size_encoder(
+    config: EngineConfig, info: ModelInfo, memory_bytes: int, cpus: Cpus, *, n_clients: int = 1
+) -> EngineSizing:
+    """Size an engine for an encoder, as `size_engine`. It has no KV cells, so a step has space for any text.
+
+    Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
+    """
+    unsupported = {
+        "quantization": config.quantization is not None,
+        "speculative_config": config.speculative_config is not None,
+        "tensor_parallel_size": config.tensor_parallel_size > 1,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            raise UnsupportedError(f"{name} is not supported for an encoder; leave it out", param=name)
+    max_model_len = _requested_len(config, info)
+    n_batch = max(config.max_num_batched_tokens, max_model_len)
+    limits = Limits(
+        max_num_seqs=_n_seqs(config),
+        max_num_batched_tokens=n_batch,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+        max_model_len=max_model_len,
+        n_cells=n_batch,
+        vocab_size=info.vocab_size,
+        n_clients=n_clients,
+        **{name: getattr(config, name) for name in _AS_CONFIGURED},
+    )
+    n_threads = config.num_threads or cpus.n
+    settings = WorkerSettings(
+        path=Path(info.path),
+        dtype=config.dtype,
+        kv_dtype="float32",
+        isa=config.isa,
+        n_cells=None,
+        n_seq_max=limits.max_num_seqs,
+        n_batch=n_batch,
+        max_model_len=max_model_len,
+        n_threads=n_threads,
+        cpu_ids=cpus.ids if n_threads <= len(cpus.ids) else (),
+        pins=cpus.pins,
+        memory_nodes=cpus.memory_nodes,
+        is_encoder=True,
+    )
+    weights = info.packed_bytes[config.dtype]
+    workspace = _FLOAT_BYTES * n_batch * (9 * info.d_model + info.d_ff + 2 * info.d_head)
+    if weights + workspace > memory_bytes:
+        raise RejectedError(
+            f"the model does not fit: weights {_mib(weights)} + workspace {_mib(workspace)}, available: "
+            f"{_mib(memory_bytes)}; use a smaller model, or a smaller max_model_len",
+            param="model",
+        )
+    summary = f"weights: {_mib(weights)} ({config.dtype}); an encoder; texts of up to {max_model_len} tokens"
+    return EngineSizing(settings, limits, summary)
 
 
 def _check_draft(draft: ModelInfo, info: ModelInfo) -> None:

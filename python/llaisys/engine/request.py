@@ -40,7 +40,10 @@ class EngineRequest:
     - `cache_salt`: requests share cached prefixes only with requests of the same salt.
     - `bad_word_ids`: the token sequences of `params.bad_words`.
     - `session_id`: the session that keeps the request's KV. The request waits while the session is restored.
-    - `pooling`: compute the embedding of the prompt; nothing is sampled.
+    - `pooling`: compute an embedding or a score of the prompt; nothing is sampled. `normalize`: an embedding
+      gets L2 norm 1, a classifier's output becomes a number from 0 to 1. `score_token_ids`: the score is the
+      probability of the second of these next tokens, of these two. `second_segment`: where the second text
+      of a pair begins, for an encoder with token types.
     - `prediction_token_ids`: the tokens of `params.prediction`, which speculation proposes.
     """
 
@@ -56,6 +59,9 @@ class EngineRequest:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     session_id: str = ""
     pooling: Pooling | None = None
+    normalize: bool = True
+    score_token_ids: tuple[int, int] | None = None
+    second_segment: int | None = None
     prediction_token_ids: list[int] = field(default_factory=list)
 
 

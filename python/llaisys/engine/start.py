@@ -12,7 +12,7 @@ from llaisys.engine.client import Deliver, EngineClient, InprocClient
 from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.host import available_bytes, usable_cpus
 from llaisys.engine.loop import build_engine
-from llaisys.engine.memory import GpuSettings, size_engine
+from llaisys.engine.memory import GpuSettings, size_encoder, size_engine
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.engine.worker import cuda_info
@@ -45,7 +45,12 @@ def start_engine(
     cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
     def start(gpu: GpuSettings | None) -> EngineClient:
-        sizing = size_engine(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients, draft=draft)
+        if info.is_encoder:
+            sizing = size_encoder(config, info, available_bytes(), cpus, n_clients=n_clients)
+        else:
+            sizing = size_engine(
+                config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients, draft=draft
+            )
         log.info("%s", sizing.summary)
         # Check stderr here, because the stderr of an engine process is a pipe to this process.
         settings = replace(sizing.settings, shows_progress=sys.stderr.isatty())
@@ -57,7 +62,11 @@ def start_engine(
         build = partial(build_engine, sizing, config.seed, grammar_compiler)
         return InprocClient(build, sizing.limits, deliver, watchdog=watchdog)
 
-    if config.device == "cpu":
+    if info.is_encoder and config.device == "cuda":
+        raise UnsupportedError(
+            f"{info.architecture} is an encoder, which runs on the CPU only; set device cpu", param="device"
+        )
+    if config.device == "cpu" or info.is_encoder:
         return start(None)
     try:
         gpu = check_gpu(config.cuda_device)

@@ -15,8 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from llaisys.engine.encoder_engine import EncoderEngine
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.worker import loop_watchdog
 from llaisys.errors import EngineDeadError
@@ -24,6 +25,9 @@ from llaisys.stats import EngineStats
 
 if TYPE_CHECKING:
     from llaisys.engine.worker import Watchdog
+
+# The engine of a decoder or of an encoder.
+Engine: TypeAlias = LLMEngine | EncoderEngine
 
 # Seconds from a stall until the watchdog ends the process (exit code 70), unless it is stopped before.
 EXIT_AFTER_S = 10.0
@@ -53,13 +57,13 @@ class EngineWatchdog:
         self._window_s = window_s
         self._exit_after_s = EXIT_AFTER_S if exits else None
         self._watchdog: Watchdog | None = None
-        self._engine: LLMEngine | None = None
+        self._engine: Engine | None = None
         self._stats = EngineStats()
         self._on_stuck: Callable[[EngineDeadError], None] = lambda _: None
         self._beat_s, self._loop_thread = 0.0, 0
         self.is_stuck = False
 
-    def start(self, engine: LLMEngine, on_stuck: Callable[[EngineDeadError], None]) -> None:
+    def start(self, engine: Engine, on_stuck: Callable[[EngineDeadError], None]) -> None:
         """Watch an engine. `on_stuck` is called once, on the watchdog's thread."""
         self._engine, self._stats = engine, engine.stats()
         self._start(engine.worker.watchdog(self._window_s, self._exit_after_s), on_stuck)
@@ -72,7 +76,7 @@ class EngineWatchdog:
         self._watchdog, self._on_stuck = watchdog, on_stuck
         threading.Thread(target=self._wait, name="llaisys-watchdog", daemon=True).start()
 
-    def report(self, engine: LLMEngine, stats: EngineStats, now_s: float) -> None:
+    def report(self, engine: Engine, stats: EngineStats, now_s: float) -> None:
         """Report the engine's numbers, after each iteration of its loop."""
         if self._watchdog is None:
             return
@@ -122,7 +126,7 @@ class EngineWatchdog:
             stack.rstrip(),
         )
 
-    def _snapshot(self, engine: LLMEngine) -> str:
+    def _snapshot(self, engine: Engine) -> str:
         """Return requests, queue, cells and the newest step as text with numbers only.
 
         Never waits for the engine, whose thread is blocked.

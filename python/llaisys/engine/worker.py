@@ -1,7 +1,7 @@
 """Worker: runs one model on the compiled core, flat arrays in and sampled token ids out.
 
-This is the only importer of `llaisys._core`. A worker is built, used and closed on one thread, which the core
-checks.
+With `encoder_worker`, this is the only importer of `llaisys._core`. A worker is built, used and closed on one
+thread, which the core checks.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Worker:
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
         """Return a watchdog of this context. `window_s`: for layers, tokens and the event loop; a sixth of it
         for the rest."""
-        return _watchdog(self._context.progress(), window_s, exit_after_s)
+        return core_watchdog(self._context.progress(), window_s, exit_after_s)
 
     def _change(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -328,10 +328,11 @@ def _gpu(settings: GpuSettings) -> Gpu:
 
 def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:
     """Return a watchdog of the event loop only, for an engine in another process."""
-    return _watchdog(None, window_s, exit_after_s)
+    return core_watchdog(None, window_s, exit_after_s)
 
 
-def _watchdog(progress: Progress | None, window_s: float, exit_after_s: float | None) -> Watchdog:
+def core_watchdog(progress: Progress | None, window_s: float, exit_after_s: float | None) -> Watchdog:
+    """Return a watchdog of a context or an encoder by its progress; None: only of the event loop."""
     from llaisys import _core  # as in `open_worker`
 
     short_s = window_s / 6
@@ -386,7 +387,7 @@ def inspect_model(path: Path) -> ModelInfo:
 
 
 def _spec_arguments(request: Request) -> dict[str, Any]:
-    params = request.source.params
+    params, scored = request.source.params, request.source.score_token_ids or ()
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -403,8 +404,8 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
         "choice": request.index,
-        "top_logprobs": _n_logprobs(params.logprobs),
-        "logprob_ids": list(params.logprob_token_ids or ()),
+        "top_logprobs": _n_logprobs(0 if scored else params.logprobs),
+        "logprob_ids": list(scored or params.logprob_token_ids or ()),
         "prompt_logprobs": _n_logprobs(params.prompt_logprobs) if request.wants_prompt_logprobs else -1,
     }
 

@@ -42,6 +42,7 @@ from llaisys.server.routes import (
     ollama_management,
     ollama_models,
     requests,
+    rerank,
     responses,
     sessions,
     tokenize,
@@ -144,7 +145,8 @@ def _routes(state: ServerState) -> FastAPI:
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.webui = static.load_webui()
     api = (
-        *(chat, completions, responses, messages, embeddings, tokenize, models, requests, sessions, chats),
+        *(chat, completions, responses, messages, embeddings, rerank, tokenize, models, requests, sessions),
+        chats,
         *(ollama, ollama_embed, ollama_models, ollama_management),
     )
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):

@@ -26,7 +26,7 @@ from llaisys.server.http_errors import to_json
 from llaisys.server.routes.completions import PROMPTS_MAX
 from llaisys.server.state import ServerState
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,27 @@ EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "embed_dtype": ("float32",),
     "endianness": ("little", "native"),
-    "normalize": (True,),
     "use_activation": (True,),
     "session_id": ("",),
+}
+
+SCORE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "use_activation": (True,),
+    "activation": (True,),
+    "softmax": (True,),
+    "session_id": ("",),
+}
+
+RERANK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **SCORE_NEUTRAL,
+    "max_chunks_per_doc": (),
+    "max_tokens_per_doc": (),
+    "rank_fields": (["text"],),
+    "relevant_spans": (False,),
+    "return_embeddings": (False,),
 }
 
 TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {

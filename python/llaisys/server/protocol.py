@@ -27,6 +27,7 @@ from llaisys.server.request_schemas import (
     EmbeddingRequest,
     GenerationRequest,
     OpenRequest,
+    PairRequest,
 )
 from llaisys.server.state import state_of
 from llaisys.session_client import check_name
@@ -75,6 +76,10 @@ UNIONS = {
     "guided_json": "must be a JSON schema, an object or its text",
     "tool_choice": "must be a string or an object",
     "system": "must be a string or a list of content blocks",
+    **dict.fromkeys(
+        ("documents", "queries", "text_1", "text_2", "data_1", "data_2"),
+        "must be a text, or a list of texts or of objects with a text",
+    ),
 }
 
 
@@ -189,7 +194,7 @@ def response_options(
 
 
 def engine_options(
-    request: GenerationRequest | EmbeddingRequest,
+    request: GenerationRequest | EmbeddingRequest | PairRequest,
     client_id: str,
     sharing: Literal["per-key", "all"] = "per-key",
 ) -> dict[str, Any]:

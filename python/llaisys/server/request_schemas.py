@@ -248,9 +248,53 @@ class EmbeddingRequest(OpenRequest):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
+    normalize: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+
+
+class PairRequest(OpenRequest):
+    """The fields that /v1/rerank and /score share. `instruction`: what a reranker with a prompt looks for."""
+
+    instruction: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+Texts = str | Annotated[list[str | Object], MaxEntries(VALUES_MAX)]
+
+
+class RerankRequest(PairRequest):
+    """POST /v1/rerank and /v2/rerank. A document is a text, or an object with a `text`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"query": "What falls?", "documents": ["Apples fall.", "Birds fly."]}]
+        }
+    )
+
+    query: str
+    documents: Annotated[list[str | Object], MaxEntries(VALUES_MAX)]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class ScoreRequest(PairRequest):
+    """POST /score: one text or several on each side, under one of vLLM's pairs of names."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"text_1": "What falls?", "text_2": ["Apples fall.", "Birds fly."]}]}
+    )
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
 
 
 class TokenizeRequest(OpenRequest):

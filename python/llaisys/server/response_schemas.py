@@ -203,6 +203,62 @@ class EmbeddingList(_Schema):
     usage: EmbeddingUsage
 
 
+class DocumentText(_Schema):
+    """A document of a rerank request."""
+
+    text: str
+
+
+class RerankResult(_Schema):
+    """A document's position in the request and its score. `document`: only if requested."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | None = None
+
+
+class RerankTokens(_Schema):
+    """Tokens in Cohere's form."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class RerankMeta(_Schema):
+    """Cohere's `meta`."""
+
+    tokens: RerankTokens
+
+
+class RerankList(_Schema):
+    """The documents, the most relevant one first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+    meta: RerankMeta
+
+
+class Score(_Schema):
+    """The score of a pair."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(_Schema):
+    """The scores in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
 class ModelCard(_Schema):
     """A served model name. `root`: the first name of the same model. `default_sampling_params`: the
     fields that the model sets for requests that omit them; other fields have vLLM's defaults.

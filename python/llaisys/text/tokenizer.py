@@ -5,10 +5,12 @@ Invariant: a `Tokenizer` does not change after construction, so threads share it
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import normalizers, processors
@@ -44,16 +46,26 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NFC_SHRINK_MAX = 3
 
 
+class PairPrompt(NamedTuple):
+    """The token ids of a query and a document. `second_segment`: where the second token type begins."""
+
+    ids: list[int]
+    second_segment: int | None = None
+
+
 class Tokenizer:
     """A BPE tokenizer, byte-level or SentencePiece's: every token is a fixed byte string.
+
+    That of an encoder may be of any kind (WordPiece, Unigram), because it never streams a text.
 
     SentencePiece adds a space before a text and drops it when decoding. A completion continues a text, so
     `decode` keeps its first space.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, is_encoder: bool = False) -> None:
         """Take ownership of `backend`. Raises UnsupportedError for another kind of tokenizer."""
-        self._is_sentencepiece = _is_sentencepiece(backend)
+        self.is_encoder = is_encoder
+        self._is_sentencepiece = not is_encoder and _is_sentencepiece(backend)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -71,6 +83,56 @@ class Tokenizer:
     def to_json(self) -> str:
         """Return the tokenizer in the format of `tokenizer.json`, whatever its source."""
         return self._backend.to_str()
+
+    def encode_pair(self, first: str, second: str, n_tokens_max: int | None = None) -> PairPrompt:
+        """Return the token ids of two texts with the tokenizer's special tokens between and around them.
+
+        Of more than `n_tokens_max` tokens, the ends of the texts are cut off, the longer one's first. Raises
+        RejectedError if a text cannot be encoded or nothing of it would be left.
+        """
+        ids = [self.encode(text, add_special_tokens=False) for text in (first, second)]
+        parts = [self._backend.encode(text, add_special_tokens=False) for text in (first, second)]
+        if n_tokens_max is not None:
+            n_special = self._backend.num_special_tokens_to_add(is_pair=True)
+            left = n_tokens_max - n_special
+            if left < 2:
+                raise RejectedError(
+                    f"truncate_prompt_tokens is {n_tokens_max}, but a pair has {n_special} special tokens: "
+                    f"allow at least {n_special + 2}",
+                    param="truncate_prompt_tokens",
+                )
+            n_first = min(len(ids[0]), max(left - len(ids[1]), (left + 1) // 2))
+            for part, n in zip(parts, (n_first, left - n_first), strict=True):
+                part.truncate(n)
+        whole = self._backend.post_process(parts[0], parts[1], True)
+        types = list(whole.type_ids)
+        n_first = types.count(0)
+        if types != [0] * n_first + [1] * (len(types) - n_first):
+            raise UnsupportedError("the tokenizer's token types are not 0, then 1", param="model")
+        return PairPrompt(list(whole.ids), n_first if n_first < len(types) else None)
+
+    def truncate(self, ids: Sequence[int], n_tokens: int, side: str) -> list[int]:
+        """Return `n_tokens` tokens at most of a text, with special tokens. `ids`: its tokens without them.
+
+        `side`: the side from which tokens are cut off. Raises RejectedError if nothing would be left.
+        """
+        before, after = self._special_ends
+        n_left = n_tokens - len(before) - len(after)
+        if n_left < 1:
+            raise RejectedError(
+                f"truncate_prompt_tokens is {n_tokens}, but a text has {len(before) + len(after)} special "
+                "tokens: allow more",
+                param="truncate_prompt_tokens",
+            )
+        return [*before, *(ids[:n_left] if side == "right" else ids[-n_left:]), *after]
+
+    @functools.cached_property
+    def _special_ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        bare = self.encode("a", add_special_tokens=False)
+        whole = self.encode("a", add_special_tokens=True)
+        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:start], whole[start + len(bare) :]
 
     def encode(self, text: str, add_special_tokens: bool, n_tokens_max: int | None = None) -> list[int]:
         """Return the token ids of a text. `add_special_tokens` adds the model's own (bos, if any).
@@ -108,6 +170,8 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids. Invalid UTF-8 becomes U+FFFD; an id without a token adds nothing."""
+        if self.is_encoder:
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
         skipped = self._special if skip_special_tokens else frozenset[int]()
         return b"".join(self.id_to_bytes(id) for id in ids if id not in skipped).decode("utf-8", "replace")
 
@@ -155,9 +219,9 @@ class Tokenizer:
         return self.id_to_bytes(id).decode("utf-8", "replace")
 
 
-def tokenizer_of_json(text: str) -> Tokenizer:
+def tokenizer_of_json(text: str, *, is_encoder: bool = False) -> Tokenizer:
     """Return the tokenizer that `to_json` wrote."""
-    return Tokenizer(tokenizers.Tokenizer.from_str(text))
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), is_encoder=is_encoder)
 
 
 def load_tokenizer(info: ModelInfo) -> Tokenizer:
@@ -167,7 +231,7 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
     """
     if info.tokenizer is not None:
         return Tokenizer(build_gguf(info.tokenizer))
-    return Tokenizer(_read_folder(Path(info.path)))
+    return Tokenizer(_read_folder(Path(info.path)), is_encoder=info.is_encoder)
 
 
 def _read_folder(folder: Path) -> tokenizers.Tokenizer:

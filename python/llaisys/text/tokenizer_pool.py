@@ -14,7 +14,7 @@ from llaisys.body import InvalidField
 from llaisys.job_pool import JobPool, JobText
 from llaisys.job_process import JobLimits
 from llaisys.text.chat_template import ChatTemplate
-from llaisys.text.tokenizer import Tokenizer
+from llaisys.text.tokenizer import PairPrompt, Tokenizer
 
 N_PROCESSES = 2
 # Tokenizing takes 0.6 to 0.8 s and 130 to 220 MB for a megabyte of text.
@@ -22,6 +22,7 @@ LIMITS = JobLimits(cpu_s=2.0, memory_bytes=512 << 20, cpu_s_per_byte=4e-6, memor
 _TEXTS = {
     "chat": JobText("rendering and tokenizing these messages", "messages"),
     "encode": JobText("tokenizing this text", "prompt"),
+    "pair": JobText("tokenizing this pair of texts", "prompt"),
     "decode": JobText("detokenizing these ids", "tokens"),
     "json": JobText("reading this body"),
     "load": JobText("reading the tokenizer"),
@@ -43,7 +44,7 @@ class TokenizerPool:
         texts = None if source is None else dict(source.texts)
         special = {} if source is None else dict(source.special_tokens)
         model_index, self._num_models = self._num_models, self._num_models + 1
-        self._jobs.prepare("load", model_index, tokenizer.to_json(), texts, special)
+        self._jobs.prepare("load", model_index, tokenizer.to_json(), texts, special, tokenizer.is_encoder)
         return AsyncTokenizer(self._jobs, model_index)
 
     async def ready(self) -> None:
@@ -81,6 +82,11 @@ class AsyncTokenizer:
         return _unpacked(
             await self._jobs.run("encode", self._model_index, text, add_special_tokens, n_tokens_max)
         )
+
+    async def encode_pair(self, first: str, second: str, n_tokens_max: int | None) -> PairPrompt:
+        """See `Tokenizer.encode_pair`."""
+        packed, second_segment = await self._jobs.run("pair", self._model_index, first, second, n_tokens_max)
+        return PairPrompt(_unpacked(packed), second_segment)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """See `Tokenizer.decode`."""

@@ -16,15 +16,26 @@ from llaisys.text.tokenizer import Tokenizer, tokenizer_of_json
 _MODELS: dict[int, tuple[Tokenizer, ChatTemplate | None]] = {}
 
 
-def _load(model_index: int, tokenizer: str, texts: dict[str, str] | None, special: dict[str, str]) -> None:
+def _load(
+    model_index: int,
+    tokenizer: str,
+    texts: dict[str, str] | None,
+    special: dict[str, str],
+    is_encoder: bool,
+) -> None:
     template = None if texts is None else ChatTemplate(TemplateSource(texts, special))
-    loaded = tokenizer_of_json(tokenizer)
+    loaded = tokenizer_of_json(tokenizer, is_encoder=is_encoder)
     loaded.warm_up()
     _MODELS[model_index] = (loaded, template)
 
 
 def _encode(model_index: int, text: str, add_special_tokens: bool, n_tokens_max: int | None) -> bytes:
     return _packed(_MODELS[model_index][0].encode(text, add_special_tokens, n_tokens_max))
+
+
+def _pair(model_index: int, first: str, second: str, n_tokens_max: int | None) -> tuple[bytes, int | None]:
+    prompt = _MODELS[model_index][0].encode_pair(first, second, n_tokens_max)
+    return _packed(prompt.ids), prompt.second_segment
 
 
 def _chat(
@@ -59,4 +70,11 @@ def _packed(ids: list[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-JOBS: Jobs = {"load": _load, "encode": _encode, "decode": _decode, "chat": _chat, "json": _json}
+JOBS: Jobs = {
+    "load": _load,
+    "encode": _encode,
+    "pair": _pair,
+    "decode": _decode,
+    "chat": _chat,
+    "json": _json,
+}

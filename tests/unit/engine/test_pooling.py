@@ -24,7 +24,10 @@ PROMPT = list(range(1, 31))
 def embedding(prompt: list[int], pooling: Pooling) -> list[float]:
     """Return the embedding by its definition, in Python floats, one row after the other."""
     rows = [core.hidden_of(prompt[: i + 1]) for i in range(len(prompt))]
-    rows = [np.array(row, np.float32).tolist() for row in (rows if pooling == "mean" else rows[-1:])]
+    chosen = {"last": rows[-1:], "cls": rows[:1]}.get(pooling, rows)
+    rows = [np.array(row, np.float32).tolist() for row in chosen]
+    if pooling == "max":
+        rows = [[max(column) for column in zip(*rows, strict=True)]]
     total = [0.0] * core.D_MODEL
     for row in rows:
         total = [a + b for a, b in zip(total, row, strict=True)]
@@ -49,7 +52,7 @@ BUDGETS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", BUDGETS)
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls", "max"])
 @pytest.mark.parametrize("others", [False, True])
 def test_embeddings_do_not_depend_on_chunks_or_the_batch(
     changes: dict[str, Any], pooling: Pooling, others: bool
@@ -64,6 +67,40 @@ def test_embeddings_do_not_depend_on_chunks_or_the_batch(
     made.finish()
     assert embedding_of(made, "a") == embedding(PROMPT, pooling)
     assert embedding_of(made, "b") == embedding(PROMPT[:1], pooling)
+
+
+def test_an_embedding_that_is_not_normalized() -> None:
+    made = Engine(max_num_batched_tokens=7)
+    made.submit("a", prompt=PROMPT, pooling="last", normalize=False)
+    made.finish()
+    assert embedding_of(made, "a") == np.array(core.hidden_of(PROMPT), np.float32).tolist()
+
+
+@pytest.mark.parametrize("changes", BUDGETS)
+@pytest.mark.parametrize("others", [False, True])
+def test_scores_are_of_the_logprobs_of_two_tokens(changes: dict[str, Any], others: bool) -> None:
+    made = Engine(**changes)
+    if others:
+        made.submit("x", prompt=[9, 8, 7])
+        made.submit("y", prompt=PROMPT[:20], pooling="mean")
+    for name, prompt in (("a", PROMPT), ("again", PROMPT), ("b", PROMPT[:1])):
+        made.submit(name, prompt=prompt, pooling="score", score_token_ids=(5, 3))
+        made.finish()
+        end = made.ends[name]
+        assert (end.finish_reason, end.last, end.new_token_ids) == (FinishReason.STOP, True, [])
+        no, yes = (math.exp(core.prompt_logprob(prompt, id)) for id in (5, 3))
+        assert end.score == pytest.approx(yes / (no + yes), rel=1e-6)
+    assert made.ends["a"].score == made.ends["again"].score
+    if changes.get("enable_prefix_caching", True):
+        assert made.cached["again"] == len(PROMPT) - 1
+
+
+def test_a_score_that_is_not_finite_fails_alone() -> None:
+    made = Engine()
+    made.submit("bad", prompt=[1, core.NON_FINITE], pooling="score", score_token_ids=(5, 3))
+    made.submit("good", prompt=[1, 2], pooling="score", score_token_ids=(5, 3))
+    made.finish()
+    assert made.reasons() == {"bad": FinishReason.ERROR, "good": FinishReason.STOP}
 
 
 def test_a_cached_prompt_serves_last_pooling_and_is_recomputed_for_the_mean() -> None:

@@ -46,25 +46,29 @@ async def replies(lines: list[str], config: Config | None = None) -> tuple[Batch
 
 
 @pytest.mark.usefixtures("configs")
-async def test_the_three_endpoints_give_the_results_of_http() -> None:
+async def test_every_endpoint_gives_the_results_of_http() -> None:
     lines = [
         line("a", "/v1/chat/completions", CHAT),
         "\n",
         line("b", "/v1/completions", {"prompt": "Hi"}),
         line("c", "/v1/embeddings", {"input": ["Hi", "i"], "model": "alias/of-tiny"}),
+        line("d", "/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
+        line("e", "/v1/score", {"text_1": "Hi", "text_2": "Hi"}),
     ]
     report, results = await replies(lines)
-    assert report == BatchReport(3, 0)
-    assert [result["custom_id"] for result in results] == ["a", "b", "c"]
-    assert len({result["id"] for result in results}) == 3
+    assert report == BatchReport(5, 0)
+    assert [result["custom_id"] for result in results] == ["a", "b", "c", "d", "e"]
+    assert len({result["id"] for result in results}) == 5
     assert all(result["error"] is None for result in results)
     responses = [result["response"] for result in results]
-    assert [response["status_code"] for response in responses] == [200] * 3
+    assert [response["status_code"] for response in responses] == [200] * 5
     assert all(response["request_id"] for response in responses)
     bodies = [response["body"] for response in responses]
     assert bodies[0]["choices"][0]["message"]["content"] == "Hello!"
     assert bodies[1]["choices"][0]["text"] == "Hello!"
     assert [entry["embedding"] for entry in bodies[2]["data"]] == [[72, 105], [105]]
+    assert [entry["index"] for entry in bodies[3]["results"]] == [0]
+    assert len(bodies[4]["data"]) == 1
 
 
 @pytest.mark.usefixtures("configs")

@@ -82,6 +82,7 @@ SERVED: Mapping[str, tuple[Any, Callable[[Call], Any], Any]] = {
     "truncate_prompt_tokens": (1, lambda call: call.params.truncate_prompt_tokens, 1),
     "truncation_side": ("right", lambda call: call.params.truncation_side, "right"),
     "add_special_tokens": (False, lambda call: call.options["add_special_tokens"], False),
+    "normalize": (False, lambda call: call.options["normalize"], False),
     "priority": (-3, lambda call: call.options["priority"], -3),
     "cache_salt": ("mine", lambda call: call.options["cache_salt"], "mine"),
     "request_id": ("my-1", lambda call: call.request_id, "embd-my-1-0"),

@@ -30,6 +30,8 @@ MODELS = {
     "/v1/completions": models.CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/embeddings": models.EmbeddingRequest,
+    "/v1/rerank": models.RerankRequest,
+    "/score": models.ScoreRequest,
     "/tokenize": models.TokenizeRequest,
     "/detokenize": models.DetokenizeRequest,
     "/v1/messages": MessagesRequest,

@@ -12,11 +12,12 @@ import pytest
 
 from llaisys.errors import RejectedError
 from llaisys.model_info import ModelInfo
-from llaisys.text.pooling_type import model_pooling
+from llaisys.text.pooling_type import model_normalizes, model_pooling
 
 Info = Callable[..., ModelInfo]
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
 DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
 
 
@@ -32,9 +33,11 @@ def folder(path: Path, pooling: dict[str, Any], *modules: dict[str, Any]) -> Non
         ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, "mean"),
         ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "lasttoken"}, "last"),
-        ({"pooling_mode_cls_token": True}, "cls_token"),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max_tokens and mean"),
-        ({"word_embedding_dimension": 8}, "last"),
+        ({"pooling_mode_cls_token": True}, "cls"),
+        ({"pooling_mode": "max"}, "max"),
+        ({"pooling_mode_weightedmean_tokens": True}, "weightedmean_tokens"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max and mean"),
+        ({"word_embedding_dimension": 1}, "last"),
     ],
 )
 def test_pooling_type_of_a_sentence_transformers_folder(
@@ -42,6 +45,23 @@ def test_pooling_type_of_a_sentence_transformers_folder(
 ) -> None:
     folder(tmp_path, stated)
     assert model_pooling(info(tmp_path)) == want
+
+
+def test_a_pooling_of_another_width_is_rejected(tmp_path: Path, info: Info) -> None:
+    for key in ("word_embedding_dimension", "embedding_dimension"):
+        (tmp_path / key).mkdir()
+        folder(tmp_path / key, {key: 8})
+        with pytest.raises(RejectedError, match=f"{key} is 8, but the model has 1"):
+            model_pooling(info(tmp_path / key))
+
+
+def test_vectors_are_normalized_unless_the_modules_leave_it_out(tmp_path: Path, info: Info) -> None:
+    assert model_normalizes(info(tmp_path))
+    folder(tmp_path, {"pooling_mode_mean_tokens": True})
+    assert not model_normalizes(info(tmp_path))
+    (tmp_path / "modules.json").write_text(json.dumps([TRANSFORMER, POOLING, NORMALIZE]), "utf-8")
+    assert model_normalizes(info(tmp_path))
+    assert model_normalizes(replace(info(tmp_path / "x.gguf"), pooling_type=1))
 
 
 def test_an_unsupported_module_is_rejected_by_name(tmp_path: Path, info: Info) -> None:

@@ -57,6 +57,10 @@ pub const QWEN3_5: Wrapper = Wrapper {
 /// Qwen3.5 with a mixture of experts.
 pub const QWEN3_5_MOE: Wrapper = Wrapper { architecture: "Qwen3_5MoeForConditionalGeneration", ..QWEN3_5 };
 
+/// A checkpoint of the model without a head, whose names have no `model.`: embedding models are published like this.
+pub const BARE: Wrapper =
+    Wrapper { architecture: "", model: "", head: "lm_head.", skipped: &[], size_defaults: &[] };
+
 /// Every multimodal architecture whose text model can be loaded if its own architecture is supported.
 pub static WRAPPERS: [Wrapper; 5] = [MISTRAL3, GEMMA3, GEMMA4, QWEN3_5, QWEN3_5_MOE];
 

@@ -7,6 +7,7 @@
 pub(crate) mod backend;
 mod cpu_backend;
 mod decode;
+pub mod encoder;
 pub(crate) mod fingerprint;
 mod kv;
 mod layout;

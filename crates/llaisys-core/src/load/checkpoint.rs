@@ -4,9 +4,11 @@ use crate::arch::config::ModelConfig;
 use crate::arch::rope::{RopeConfig, RopeScaling};
 use crate::arch::spec::RopeRows;
 use crate::arch::weight_id::{LayerWeight, WeightId};
+use crate::arch::wrapper::BARE;
 use crate::dtype::{ComputeMode, DType};
 use crate::error::FormatError;
 use crate::error::{Result, Unsupported};
+use crate::load::encoder::EncoderCheckpoint;
 use crate::load::folder::ModelFolder;
 use crate::load::folder::config as folder_config;
 use crate::load::folder::generation_config::GenerationConfig;
@@ -89,25 +91,31 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the [`ModelInfo`] of a checkpoint. The files of a folder that the Python code reads are checked too: they
+    /// Reads the [`ModelInfo`] of a checkpoint, also of an encoder's. The files of a folder that the Python code reads are checked too: they
     /// must be in the folder, and `tokenizer.json` must be within the bounds that protect the library that reads it.
     ///
     /// Errors: as [`Self::open`], `ModelFolder::regular_file` and `tokenizer_json::check`.
     pub fn inspect(path: &Path) -> Result<ModelInfo> {
-        let checkpoint = Self::open(path)?;
-        if checkpoint.info.file_format == FileFormat::Safetensors {
-            let folder = ModelFolder::open(path)?;
-            PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
-            tokenizer_json::check_folder(&folder)?;
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        if !std::fs::metadata(path).map_err(io)?.is_dir() {
+            return Ok(Self::open(path)?.info);
         }
-        Ok(checkpoint.info)
+        let folder = ModelFolder::open(path)?;
+        let info = match EncoderCheckpoint::open(&folder, path)? {
+            Some(encoder) => encoder.info().clone(),
+            None => Self::open(path)?.info,
+        };
+        PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
+        tokenizer_json::check_folder(&folder)?;
+        Ok(info)
     }
 
     fn open_folder(path: &Path) -> Result<Self> {
         let folder = ModelFolder::open(path)?;
         let generation = GenerationConfig::read(&folder)?;
-        let (config, quantization) = folder_config::read(&folder, &generation)?;
+        let (mut config, quantization) = folder_config::read(&folder, &generation)?;
         let mut files = safetensors::open(&folder)?;
+        let generates = choose_names(&mut config, &files);
         let prefixes = config.wrapper.map_or(&[][..], |wrapper| wrapper.skipped);
         let skipped_tensors = files.skip(prefixes);
         let source = Source {
@@ -117,6 +125,7 @@ impl Checkpoint {
             tokenizer: None,
             pooling_type: None,
             skipped_tensors,
+            generates,
         };
         Self::assemble(config, files, quantization, source)
     }
@@ -133,6 +142,7 @@ impl Checkpoint {
             tokenizer: Some(tokenizer),
             pooling_type,
             skipped_tensors: Default::default(),
+            generates: true,
         };
         Self::assemble(config, file.into_files(tensors), None, source)
     }
@@ -314,6 +324,19 @@ impl WeightNames {
             _ => 0.0,
         }
     }
+}
+
+/// Expects names without `model.` if the embeddings have such a name. Returns whether the model has a head. If it has
+/// none although the head is not tied, no memory is used for one.
+fn choose_names(config: &mut ModelConfig, files: &TensorFiles) -> bool {
+    let plain = config.names.embed;
+    if config.wrapper.is_some() || files.find(plain).is_some() || files.find(&BARE.name(plain)).is_none() {
+        return true;
+    }
+    config.wrapper = Some(&BARE);
+    let has_head = config.tied_head || files.find(config.names.lm_head).is_some();
+    config.tied_head |= !has_head;
+    has_head
 }
 
 /// Reads the rope factors of a configuration that stores them as tensors.

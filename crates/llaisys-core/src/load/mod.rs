@@ -18,6 +18,8 @@
 
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub mod checkpoint;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+pub mod encoder;
 pub mod file;
 pub mod folder;
 pub mod gguf;

@@ -82,6 +82,12 @@ pub struct ModelInfo {
     /// The number of tensors of a multimodal checkpoint that are skipped, by the prefix of their names.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub skipped_tensors: BTreeMap<&'static str, usize>,
+    /// False for a model without a head, which has no logits.
+    pub generates: bool,
+    /// True for an encoder, which [`EncoderContext`](crate::context::encoder::EncoderContext) runs.
+    pub is_encoder: bool,
+    /// True for an encoder with a classifier.
+    pub has_score_head: bool,
 }
 
 /// The type, elements and bytes of one weight.
@@ -107,6 +113,7 @@ pub(super) struct Source {
     pub(super) tokenizer: Option<GgufTokenizer>,
     pub(super) pooling_type: Option<u64>,
     pub(super) skipped_tensors: BTreeMap<&'static str, usize>,
+    pub(super) generates: bool,
 }
 
 impl ModelInfo {
@@ -145,6 +152,42 @@ impl ModelInfo {
             tokenizer: source.tokenizer,
             pooling_type: source.pooling_type,
             skipped_tensors: source.skipped_tensors,
+            generates: source.generates,
+            is_encoder: false,
+            has_score_head: false,
+        }
+    }
+
+    /// Of no model: every number is 0.
+    pub(super) fn empty() -> Self {
+        let bytes = PackedBytes::each(|_| 0);
+        Self {
+            path: String::new(),
+            file_format: FileFormat::Safetensors,
+            architecture: "",
+            dtype: DType::F32,
+            n_layers: 0,
+            d_model: 0,
+            n_heads: 0,
+            n_kv_heads: 0,
+            d_head: 0,
+            d_ff: 0,
+            vocab_size: 0,
+            max_position_embeddings: 0,
+            n_parameters: 0,
+            weight_bytes: 0,
+            packed_bytes: bytes,
+            screen_bytes: bytes,
+            kv_bytes_per_cell: KvBytesPerCell { float32: 0, float16: 0, bfloat16: 0, int8: 0 },
+            bos_token_id: None,
+            eos_token_ids: Vec::new(),
+            generation: SamplingDefaults::default(),
+            tokenizer: None,
+            pooling_type: None,
+            skipped_tensors: BTreeMap::new(),
+            generates: false,
+            is_encoder: false,
+            has_score_head: false,
         }
     }
 }

@@ -48,7 +48,7 @@ impl PackedBytes {
         Self::each(|mode| Sizes { config, stored, mode }.argmax_bounds())
     }
 
-    fn each(bytes: impl Fn(ComputeMode) -> usize) -> Self {
+    pub(super) fn each(bytes: impl Fn(ComputeMode) -> usize) -> Self {
         Self {
             auto: bytes(ComputeMode::Auto),
             float32: bytes(ComputeMode::Float32),

@@ -25,7 +25,9 @@ pub use cpu::dispatch;
 pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, GateBias, gate_up_row, gate_up_rows};
 pub use cpu::gather::gather;
+pub use cpu::gelu::gelu;
 pub use cpu::kv_store::kv_store;
+pub use cpu::layer_norm::{LayerNorm, layer_norm};
 pub use cpu::linear::{
     GatedPart, LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax,
 };

@@ -145,3 +145,27 @@ fn text_models_that_are_not_supported_are_named() {
     let error = unsupported(Checkpoint::open(scratch.path()));
     assert_names(&error, &["architecture \"qwen3_5_text\" is not supported", "mistral"]);
 }
+
+/// As embedding models are published: no `model.` in names, and no head even if it is not tied.
+#[test]
+fn a_checkpoint_without_head_has_bare_names() {
+    let bare = |mut folder: Folder| {
+        for tensor in &mut folder.tensors {
+            tensor.name = tensor.name.replacen("model.", "", 1);
+        }
+        folder
+    };
+    let plain = Folder::small("Qwen3ForCausalLM");
+    assert!(plain.open().unwrap().info().generates);
+    let with_head = bare(plain.clone()).open().unwrap();
+    assert!(with_head.info().generates);
+    let headless = bare(plain.without_tensor("lm_head.weight"));
+    let opened = headless.open().unwrap();
+    assert!(!opened.info().generates);
+    assert_eq!(
+        opened.weight_id("layers.0.self_attn.q_proj.weight"),
+        with_head.weight_id("layers.0.self_attn.q_proj.weight")
+    );
+    assert!(headless.clone().with("tie_word_embeddings", true).open().unwrap().info().generates);
+    assert_names(&format_error(headless.without_tensor("norm.weight").open()), &["norm.weight"]);
+}

@@ -150,3 +150,53 @@ fn non_finite_numbers_affect_only_the_rows_that_see_them() {
         }
     }
 }
+
+/// An encoder's rows see cells after their own: all of their text, or a window to both sides.
+#[test]
+fn rows_that_see_later_cells_agree_with_the_reference() {
+    for len in [1_usize, 7, 130, 300] {
+        let sequences = vec![Sequence { len, n_rows: len.min(200) }, Sequence { len: 40, n_rows: 40 }];
+        let case = AttentionCase {
+            heads: (3, 3),
+            d_head: 32,
+            dtype: KvDType::Float32,
+            sequences,
+            ..AttentionCase::plain()
+        };
+        let input = case.build(Placement::Shuffled(len as u64)).unwrap();
+        let (q, scoring) = input.queries();
+        let AttentionRows { cells, rows, .. } = input.rows();
+        for window in [None, Some(1_u32), Some(8), Some(150)] {
+            let rows: Vec<AttentionRow> = rows
+                .iter()
+                .map(|row| {
+                    let own = row.n_visible - 1;
+                    let len = if row.start == rows[0].start { len as u32 } else { 40 };
+                    let (n_hidden, n_visible) = match window {
+                        None => (0, len),
+                        Some(window) => (own.saturating_sub(window), len.min(own + window + 1)),
+                    };
+                    AttentionRow { start: row.start, n_hidden, n_visible }
+                })
+                .collect();
+            let all = AttentionRows { cells, rows: &rows, window: None };
+            let want = reference::attention::attention(&q, scoring, input.numbers(), all);
+            let row_len = input.q.len() / rows.len();
+            for isa in IsaName::available() {
+                let mut cx = context(isa, 2);
+                let mut got = vec![f32::NAN; input.q.len()];
+                attention(&mut cx, Queries { q: &input.q, scoring }, input.layer(), all, &mut got);
+                for (got, want) in got.iter().zip(&want) {
+                    assert!((f64::from(*got) - want).abs() <= input.tolerance(), "{isa:?} {len} {window:?}");
+                }
+                for (i, want) in got.chunks(row_len).enumerate().step_by(13) {
+                    let rows = AttentionRows { cells, rows: &rows[i..=i], window: None };
+                    let mut alone = vec![f32::NAN; row_len];
+                    let q = Queries { q: &input.q[i * row_len..(i + 1) * row_len], scoring };
+                    attention(&mut context(isa, 1), q, input.layer(), rows, &mut alone);
+                    assert_same_bits(&alone, want, &format!("{isa:?} {len} {window:?} row {i}"));
+                }
+            }
+        }
+    }
+}

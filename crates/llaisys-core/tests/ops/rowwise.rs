@@ -6,7 +6,7 @@ use crate::stored::{Rng, Stored};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::cases::{self, RowsCase, Size, SplitMix64};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::{self, Gate, OpContext, RopeTable, reference};
+use llaisys_core::ops::{self, Gate, LayerNorm, OpContext, RopeTable, reference};
 use llaisys_core::tensor::RowView;
 
 fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
@@ -336,5 +336,49 @@ fn argmax_agrees_with_the_reference() {
         assert_eq!(ops::argmax(&logits), want, "{what}");
         let finite = logits.iter().all(|x| x.is_finite());
         assert_eq!(ops::argmax_finite(&logits), finite.then_some(want), "{what}");
+    }
+}
+
+#[test]
+fn layer_norm_agrees_with_the_reference_within_rounding() {
+    for cx in contexts() {
+        for case @ RowsCase { n, width, size } in cases::rows_cases() {
+            let draw = &mut SplitMix64::new(width as u64);
+            let (x, weight) = (draw.values(size, n * width), draw.values(Size::Unit, width));
+            let bias = draw.values(Size::Unit, width);
+            for bias in [None, Some(&bias[..])] {
+                let norm = LayerNorm { weight: &weight, bias, eps: 1e-5 };
+                let mut y = x.clone();
+                ops::layer_norm(&cx, &mut y, norm);
+                let want = reference::layer_norm::layer_norm(&x, &weight, bias, 1e-5);
+                let what = format!("{} {case:?}", name(&cx));
+                let row = |i: usize| &x[i / width * width..][..width];
+                assert_close(&y, &want, |i, want| cases::layer_norm_tolerance(row(i), 1e-5, want), &what);
+                let mut alone = x.clone();
+                alone.chunks_mut(width).for_each(|row| ops::layer_norm(&cx, row, norm));
+                assert_same_bits(&y, &alone, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn gelu_agrees_with_the_reference_within_rounding() {
+    for mut cx in contexts() {
+        // Every number from -13 to 13 in steps of 1/512, and larger ones.
+        let mut x: Vec<f32> = (-13 * 512..13 * 512).map(|i| i as f32 / 512.0).collect();
+        x.extend([-0.0, 1e-30, -1e-30, 100.0, -100.0, 1e15, -1e15, f32::MAX, f32::MIN]);
+        let want = reference::gelu::gelu(&x);
+        let mut y = x.clone();
+        ops::gelu(&cx, &mut y);
+        assert_close(&y, &want, |_, want| cases::gelu_tolerance(want), &name(&cx));
+        let mut alone = x.clone();
+        alone.chunks_mut(7).for_each(|x| ops::gelu(&cx, x));
+        assert_same_bits(&y, &alone, &name(&cx));
+        let gated = gated(&mut cx, Gate::Gelu, x.len(), &x, &vec![1.0; x.len()]);
+        assert_same_bits(&gated, &y, &name(&cx));
+        let mut special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+        ops::gelu(&cx, &mut special);
+        assert!(special[0].is_nan() && special[1] == f32::INFINITY && special[2] == 0.0, "{special:?}");
     }
 }

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: computes one vector of L2 norm 1 for each text or list of token ids."""
+"""POST /v1/embeddings: computes one vector for each text or list of token ids."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ def embedding_response(
         **engine_options(body, client_id, state_of(request).config.prefix_cache_sharing),
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
+        "normalize": engine.normalizes if body.normalize is None else body.normalize,
     }
     bytes_max, d_model = state_of(request).response_bytes.bytes_max, engine.model_info.d_model
     check_embeddings_size(bytes_max, len(inputs), d_model, as_base64=builder.as_base64)
     meta = CompletionMeta.new("embd-", builder.model, body.request_id)
     semaphore = asyncio.Semaphore(min(CONCURRENT_INPUTS_MAX, engine.config.max_num_seqs))
     streams = [
-        _embed(
+        pooled_delta(
             semaphore,
             engine.generate(each, params, engine_id(client_id, f"{meta.id}-{index}"), **engine_kwargs),
         )
@@ -99,13 +100,16 @@ async def _inputs_of(body: EmbeddingRequest, engine: AsyncLLM) -> list[Prompt]:
     return [await prompt_of(chat, body.messages, engine, tools=None)]
 
 
-async def _embed(
-    semaphore: asyncio.Semaphore, stream: AsyncIterator[RequestOutput]
+async def pooled_delta(
+    semaphore: asyncio.Semaphore, stream: AsyncIterator[RequestOutput], param: str = "input"
 ) -> AsyncIterator[RequestOutput]:
-    """Yield the single delta of an input, after acquiring the semaphore; `stream` has not begun."""
+    """Yield the single delta of an input, after acquiring the semaphore; `stream` has not begun.
+
+    `param`: the field of the input, for errors.
+    """
     async with semaphore:
         try:
-            with field_names(_NAMES):
+            with field_names({"prompt": param}):
                 async with aclosing(cast("Any", stream)) as deltas:
                     async for delta in deltas:
                         yield delta

@@ -120,7 +120,9 @@ def _family(engine: AsyncLLM) -> str:
 
 def _capabilities(engine: AsyncLLM) -> list[str]:
     """Return what requests may ask of a model, by Ollama's names."""
-    formats = engine.output_formats
+    info, formats = engine.model_info, engine.output_formats
+    if not info.generates:
+        return [] if info.has_score_head else ["embedding"]
     optional = {"tools": formats.tool is not None, "thinking": formats.has_reasoning}
     return ["completion", *(name for name, given in optional.items() if given), "embedding"]
 

@@ -80,7 +80,8 @@ pub struct AttentionRow {
     pub start: u32,
     /// Cells of the list before those that the row sees; 0 without a window.
     pub n_hidden: u32,
-    /// Cells of the list up to and including the row's own, which is the last that it sees; more than `n_hidden`.
+    /// Cells of the list up to the last that the row sees; more than `n_hidden`. That is the row's own cell in a
+    /// decoder. In an encoder a row sees cells after its own.
     pub n_visible: u32,
 }
 

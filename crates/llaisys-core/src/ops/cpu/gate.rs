@@ -1,5 +1,5 @@
-//! The gate of a feed-forward block: y[t, f] = G(gate[t, f]) * up[t, f]. Reference: `ops/reference/swiglu.rs` and
-//! `ops/reference/geglu.rs`.
+//! The gate of a feed-forward block: y[t, f] = G(gate[t, f]) * up[t, f]. Reference: `ops/reference/swiglu.rs`,
+//! `ops/reference/geglu.rs` and `ops/reference/gelu.rs`.
 //!
 //! Gate and up are one product. Its panels of 32 outputs have 16 of each, so that `linear_gated` has both in one tile.
 //!
@@ -7,6 +7,7 @@
 //! Below g = -88.73 it is -0 instead of a denormal. gelu in its tanh form, x/2 (1 + tanh u), equals x / (1 + e^-2u),
 //! which has no cancellation. With u = sqrt(2/pi) (x + 0.044715 x^3), the exponent is x (a + b x^2).
 
+use super::gelu::gelu_of;
 use super::isa::lanes::{Lanes, exp};
 use crate::ops::packed::PANEL;
 
@@ -65,6 +66,8 @@ pub enum Gate {
     Silu,
     /// The tanh form of gelu, arXiv:1606.08415.
     GeluTanh,
+    /// gelu itself, with the error function.
+    Gelu,
 }
 
 impl Gate {
@@ -74,6 +77,7 @@ impl Gate {
         match self {
             Gate::Silu => products::<Silu, L>(lanes, rows),
             Gate::GeluTanh => products::<GeluTanh, L>(lanes, rows),
+            Gate::Gelu => products::<Gelu, L>(lanes, rows),
         }
     }
 }
@@ -103,6 +107,15 @@ impl Function for Silu {
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F {
         let negative = lanes.sub(lanes.splat(0.0), x);
         lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
+    }
+}
+
+struct Gelu;
+
+impl Function for Gelu {
+    #[inline(always)]
+    fn of<L: Lanes>(lanes: L, x: L::F) -> L::F {
+        gelu_of(lanes, x)
     }
 }
 

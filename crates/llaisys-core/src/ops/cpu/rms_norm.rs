@@ -60,8 +60,26 @@ impl Kernel for Norm<'_> {
     }
 }
 
+/// The sum of a row, in the order that the module states.
 #[inline(always)]
-fn sum_of_squares<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
+pub(super) fn sum<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
+    let mut sums = [lanes.splat(0.0); 4];
+    let groups = x.chunks_exact(4 * L::N);
+    let tail = groups.remainder();
+    for group in groups {
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum = lanes.add(*sum, lanes.load(&group[i * L::N..]));
+        }
+    }
+    for part in tail.chunks(L::N) {
+        sums[0] = lanes.add(sums[0], lanes.load_first(part));
+    }
+    lanes.sum(lanes.add(lanes.add(sums[0], sums[1]), lanes.add(sums[2], sums[3])))
+}
+
+/// The sum of the squares of a row, likewise.
+#[inline(always)]
+pub(super) fn sum_of_squares<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
     let mut sums = [lanes.splat(0.0); 4];
     let groups = x.chunks_exact(4 * L::N);
     let tail = groups.remainder();

@@ -1,0 +1,405 @@
+//! Checkpoints of encoders: a Hugging Face folder with one of the architectures of [`crate::arch::encoder`].
+
+use crate::arch::encoder::{self, EncoderConfig, EncoderTask, HeadRule, PositionRule};
+use crate::dtype::{ComputeMode, DType};
+use crate::error::{FormatError, Result, Unsupported};
+use crate::load::folder::ModelFolder;
+use crate::load::folder::fields::Fields;
+use crate::load::model_info::{FileFormat, KvBytesPerCell, ModelInfo};
+use crate::load::packed_size::PackedBytes;
+use crate::load::safetensors;
+use crate::load::tensor_files::{TensorFiles, buffer_of};
+use crate::ops::gate_up_rows;
+use crate::ops::packed::{PackedFormat, PackedMatrix};
+use crate::quant::dequantize_row;
+use crate::tensor::{RowView, TensorRows};
+use crate::threads::Pool;
+use serde_json::Value;
+use std::collections::HashSet;
+use std::ops::Range;
+use std::path::Path;
+
+const FILE: &str = "config.json";
+
+/// One tensor that the forward pass needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// A matrix in the format of the mode, `[n_rows, n_columns]`.
+    Matrix(usize, usize),
+    /// Gate over up, packed in one interleaved matrix: `[2 n_inner, n_columns]`.
+    Gated(usize, usize),
+    /// A table that is added to the token embeddings, always float32.
+    Table(usize, usize),
+    /// A norm or a bias.
+    Vector(usize),
+}
+
+/// An open checkpoint of an encoder. Every tensor of its configuration exists and has the right shape, and there are no
+/// others except those that the family skips.
+#[derive(Debug)]
+pub struct EncoderCheckpoint {
+    config: EncoderConfig,
+    files: TensorFiles,
+    /// The encoder's names begin with this.
+    prefix: &'static str,
+    info: ModelInfo,
+}
+
+impl EncoderCheckpoint {
+    /// Opens a folder; None if its architecture is no encoder.
+    ///
+    /// Errors: [`FormatError`] for damage and contradictions; [`Unsupported`] for what is valid but not implemented.
+    pub fn open(folder: &ModelFolder, path: &Path) -> Result<Option<Self>> {
+        let Some(map) = folder.object(FILE)? else { return Ok(None) };
+        let fields = Fields { file: FILE, map: &map };
+        let first = fields.list("architectures")?.and_then(<[Value]>::first).and_then(Value::as_str);
+        let Some((spec, task)) = first.and_then(encoder::find) else { return Ok(None) };
+        let named = [spec.base, spec.masked, spec.classifier].into_iter().find(|&name| Some(name) == first);
+        let config = read_config(&fields, spec, task, named.expect("the row has this name"))?;
+        let files = safetensors::open(folder)?;
+        let words = format!("{}{}.weight", spec.prefix, spec.names.words);
+        let prefix = if files.find(&words).is_some() { spec.prefix } else { "" };
+        let mut checkpoint = Self { info: ModelInfo::empty(), config, files, prefix };
+        checkpoint.check_tensors()?;
+        checkpoint.info = checkpoint.describe(path);
+        Ok(Some(checkpoint))
+    }
+
+    /// Hyper-parameters.
+    pub fn config(&self) -> &EncoderConfig {
+        &self.config
+    }
+
+    /// The properties that are reported about the model.
+    pub fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    /// The name of one of the encoder's tensors.
+    pub fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    /// The index of a tensor. Norms of old checkpoints are called gamma and beta.
+    fn find(&self, name: &str) -> Option<usize> {
+        self.files.find(name).or_else(|| {
+            let old = name
+                .replace("LayerNorm.weight", "LayerNorm.gamma")
+                .replace("LayerNorm.bias", "LayerNorm.beta");
+            self.files.find(&old)
+        })
+    }
+
+    fn index(&self, name: &str) -> usize {
+        self.find(name).expect("opening the checkpoint has found every tensor")
+    }
+
+    /// The format in memory of a matrix in `mode`.
+    pub fn format(&self, name: &str, mode: ComputeMode) -> PackedFormat {
+        let tensor = &self.files.tensors()[self.index(name)];
+        let wanted = match mode {
+            ComputeMode::Float32 => PackedFormat::F32,
+            ComputeMode::Bfloat16 => PackedFormat::BF16,
+            _ => PackedFormat::of(tensor.dtype),
+        };
+        if PackedMatrix::can_pack(wanted, tensor.shape[1]) { wanted } else { PackedFormat::F32 }
+    }
+
+    /// The type and the shape of a matrix.
+    pub fn shape(&self, name: &str) -> (DType, [usize; 2]) {
+        let tensor = &self.files.tensors()[self.index(name)];
+        (tensor.dtype, [tensor.shape[0], tensor.shape[1]])
+    }
+
+    /// Reads rows of a matrix into `buffer`. Errors: [`FormatError::Truncated`], errors of the system, no memory.
+    pub fn read<'b>(
+        &self,
+        name: &str,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+        pool: &Pool,
+    ) -> Result<TensorRows<'b>> {
+        let (dtype, [_, n_columns]) = self.shape(name);
+        let row_bytes = dtype.bytes_of(n_columns).expect("float types have no blocks");
+        let bytes = buffer_of(buffer, rows.len() * row_bytes)?;
+        self.files.read(self.index(name), rows.start * row_bytes, bytes, pool)?;
+        Ok(TensorRows { dtype, shape: [rows.len(), n_columns], bytes })
+    }
+
+    /// Reads a vector. Errors: as [`Self::read`].
+    pub fn vector(&self, name: &str, pool: &Pool) -> Result<Vec<f32>> {
+        let index = self.index(name);
+        let tensor = &self.files.tensors()[index];
+        let (mut buffer, mut values) = (Vec::new(), vec![0.0; tensor.shape.iter().product()]);
+        let bytes = buffer_of(&mut buffer, tensor.range.len())?;
+        self.files.read(index, 0, bytes, pool)?;
+        dequantize_row(RowView { dtype: tensor.dtype, bytes }, &mut values);
+        Ok(values)
+    }
+
+    /// Every tensor of the model with its full name.
+    pub fn parts(&self) -> Vec<(String, Part)> {
+        let (config, spec) = (&self.config, self.config.spec);
+        let (d, names) = (config.d_model, &spec.names);
+        let mut parts = Vec::new();
+        let mut add = |name: String, part: Part, has_bias: bool| {
+            let n_rows = match part {
+                Part::Matrix(n, _) | Part::Gated(n, _) | Part::Table(n, _) | Part::Vector(n) => n,
+            };
+            if has_bias {
+                parts.push((format!("{name}.bias"), Part::Vector(n_rows)));
+            }
+            parts.push((format!("{name}.weight"), part));
+        };
+        let own = |name: &str| self.name(name);
+        add(own(names.words), Part::Matrix(config.vocab_size, d), false);
+        if spec.positions != PositionRule::Rotated {
+            add(own(names.positions), Part::Table(config.n_position_rows(), d), false);
+        }
+        if spec.has_types {
+            add(own(names.types), Part::Table(config.n_types, d), false);
+        }
+        add(own(names.embed_norm), Part::Vector(d), spec.has_biases);
+        for index in 0..config.n_layers {
+            let at = |name: &str| own(&name.replace("{}", &index.to_string()));
+            for qkv in names.qkv {
+                add(at(qkv), Part::Matrix(3 * d / names.qkv.len(), d), spec.has_biases);
+            }
+            add(at(names.o), Part::Matrix(d, d), spec.has_biases);
+            if self.has_attn_norm(index) {
+                add(at(names.attn_norm), Part::Vector(d), spec.has_biases);
+            }
+            let up =
+                if spec.is_gated { Part::Gated(2 * config.d_ff, d) } else { Part::Matrix(config.d_ff, d) };
+            add(at(names.up), up, spec.has_biases);
+            add(at(names.down), Part::Matrix(d, config.d_ff), spec.has_biases);
+            add(at(names.ffn_norm), Part::Vector(d), spec.has_biases);
+        }
+        if spec.pre_norms {
+            add(own(names.final_norm), Part::Vector(d), spec.has_biases);
+        }
+        if config.task == EncoderTask::Score {
+            add(self.head_dense(), Part::Matrix(d, d), spec.has_biases);
+            if spec.head == HeadRule::Normed {
+                add(names.head_norm.to_owned(), Part::Vector(d), spec.has_biases);
+            }
+            add(names.head_out.to_owned(), Part::Matrix(1, d), true);
+        }
+        parts
+    }
+
+    /// True if attention of layer `index` has a norm. Before the first layer, the norm of the embeddings is enough.
+    pub fn has_attn_norm(&self, index: usize) -> bool {
+        index > 0 || !self.config.spec.pre_norms
+    }
+
+    /// The name of the classifier's dense layer.
+    pub fn head_dense(&self) -> String {
+        let name = self.config.spec.names.head_dense;
+        if self.config.spec.head == HeadRule::Pooler { self.name(name) } else { name.to_owned() }
+    }
+
+    /// Errors: a tensor is missing, unexpected, or of another shape or type; the classifier has several outputs.
+    fn check_tensors(&self) -> Result<()> {
+        self.check_labels()?;
+        let (mut known, mut n_missing, mut missing) = (HashSet::new(), 0_usize, None);
+        for (name, part) in self.parts() {
+            let Some(index) = self.find(&name) else {
+                n_missing = n_missing.saturating_add(1);
+                missing.get_or_insert(name);
+                continue;
+            };
+            known.insert(index);
+            let tensor = &self.files.tensors()[index];
+            if tensor.dtype == DType::I32 {
+                let supported = "F32, F16, BF16";
+                return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
+            }
+            let want = match part {
+                Part::Matrix(n, d) | Part::Gated(n, d) | Part::Table(n, d) => vec![n, d],
+                Part::Vector(n) => vec![n],
+            };
+            if tensor.shape != want {
+                return Err(FormatError::TensorShape { name, got: tensor.shape.clone(), want }.into());
+            }
+        }
+        if let Some(first) = missing {
+            return Err(FormatError::MissingTensors { n_missing, first }.into());
+        }
+        let skipped = self.config.spec.skipped;
+        let is_skipped = |name: &str| {
+            let bare = name.strip_prefix(self.prefix).unwrap_or(name);
+            skipped.iter().any(|prefix| bare.starts_with(prefix))
+        };
+        let tensors = self.files.tensors().iter().enumerate();
+        let mut extra = tensors.filter(|(i, tensor)| !known.contains(i) && !is_skipped(&tensor.name));
+        match extra.next() {
+            None => Ok(()),
+            Some((_, first)) => {
+                let n_extra = extra.count().saturating_add(1);
+                Err(FormatError::ExtraTensors { n_extra, first: first.name.clone() }.into())
+            }
+        }
+    }
+
+    fn check_labels(&self) -> Result<(), Unsupported> {
+        if self.config.task != EncoderTask::Score {
+            return Ok(());
+        }
+        let out = format!("{}.weight", self.config.spec.names.head_out);
+        let n_labels = self.find(&out).and_then(|index| self.files.tensors()[index].shape.first().copied());
+        match n_labels {
+            None | Some(1) => Ok(()),
+            Some(n) => Err(Unsupported::feature("the classifier's number of labels", n, "1 (a score)")),
+        }
+    }
+
+    fn describe(&self, path: &Path) -> ModelInfo {
+        let config = &self.config;
+        let tensors = || self.parts().into_iter().map(|(name, _)| self.index(&name));
+        let size = |index: usize| {
+            let tensor = &self.files.tensors()[index];
+            (tensor.shape.iter().product::<usize>(), tensor.range.len())
+        };
+        let bytes_of = |dtype: DType| -> usize {
+            let of_type = tensors().filter(|&index| self.files.tensors()[index].dtype == dtype);
+            of_type.map(|index| size(index).1).sum()
+        };
+        let none = KvBytesPerCell { float32: 0, float16: 0, bfloat16: 0, int8: 0 };
+        ModelInfo {
+            path: path.to_string_lossy().into_owned(),
+            file_format: FileFormat::Safetensors,
+            architecture: config.architecture,
+            dtype: DType::ALL.into_iter().max_by_key(|&dtype| bytes_of(dtype)).expect("there are types"),
+            n_layers: config.n_layers,
+            d_model: config.d_model,
+            n_heads: config.n_heads,
+            n_kv_heads: config.n_heads,
+            d_head: config.d_head(),
+            d_ff: config.d_ff,
+            vocab_size: config.vocab_size,
+            max_position_embeddings: config.max_positions,
+            n_parameters: tensors().map(|index| size(index).0).sum(),
+            weight_bytes: tensors().map(|index| size(index).1).sum(),
+            packed_bytes: PackedBytes::each(|mode| self.packed_bytes(mode)),
+            screen_bytes: PackedBytes::each(|_| 0),
+            kv_bytes_per_cell: none,
+            is_encoder: true,
+            has_score_head: config.task == EncoderTask::Score,
+            ..ModelInfo::empty()
+        }
+    }
+
+    /// Bytes of the packed weights in `mode`, as the packer makes them. Quantized modes are rejected when loading.
+    fn packed_bytes(&self, mode: ComputeMode) -> usize {
+        let bytes = |(name, part): &(String, Part)| match *part {
+            Part::Matrix(n, d) => self.format(name, mode).matrix_bytes(n, d),
+            Part::Gated(n, d) => self.format(name, mode).matrix_bytes(gate_up_rows(n / 2), d),
+            Part::Table(n, d) => PackedFormat::F32.matrix_bytes(n, d),
+            Part::Vector(n) => n * size_of::<f32>(),
+        };
+        self.parts().iter().map(bytes).sum()
+    }
+}
+
+/// Reads the hyper-parameters. Errors: a missing or wrong key; an option that the forward pass does not implement.
+fn read_config(
+    fields: &Fields<'_>,
+    spec: &'static encoder::EncoderSpec,
+    task: EncoderTask,
+    architecture: &'static str,
+) -> Result<EncoderConfig> {
+    reject_unsupported(fields, spec)?;
+    let d_model = fields.required_size("hidden_size")?;
+    let stated = fields.required_size("max_position_embeddings")?;
+    let first_position = match spec.positions {
+        PositionRule::LearnedAfterPad => fields.size("pad_token_id")?.unwrap_or(1).saturating_add(1),
+        PositionRule::Learned | PositionRule::Rotated => 0,
+    };
+    let config = EncoderConfig {
+        spec,
+        task,
+        architecture,
+        n_layers: fields.required_size("num_hidden_layers")?,
+        d_model,
+        n_heads: fields.required_size("num_attention_heads")?,
+        d_ff: fields.required_size("intermediate_size")?,
+        vocab_size: fields.required_size("vocab_size")?,
+        max_positions: stated.saturating_sub(first_position),
+        first_position,
+        n_types: if spec.has_types { fields.size("type_vocab_size")?.unwrap_or(2) } else { 0 },
+        eps: fields.number(spec.eps_key)?.unwrap_or(if spec.pre_norms { 1e-5 } else { 1e-12 }) as f32,
+        theta: [
+            theta(fields, "sliding_attention", "local_rope_theta", 10_000.0)?,
+            theta(fields, "full_attention", "global_rope_theta", 160_000.0)?,
+        ],
+        window: fields.size("local_attention")?.unwrap_or(128) / 2,
+        global_every: fields.size("global_attn_every_n_layers")?.unwrap_or(3),
+        pools_mean: fields.text("classifier_pooling")? == Some("mean"),
+    };
+    config.check()?;
+    check_layer_types(fields, &config)?;
+    Ok(config)
+}
+
+/// The base of the rotary embedding of a kind of layers: `rope_parameters` of transformers 5, or the key of published
+/// files. Errors: a scaled rotary embedding.
+fn theta(fields: &Fields<'_>, kind: &'static str, key: &'static str, default: f64) -> Result<f64> {
+    let set = match fields.object("rope_parameters")? {
+        Some(sets) => sets.object(kind)?,
+        None => None,
+    };
+    let Some(set) = set else { return Ok(fields.number(key)?.unwrap_or(default)) };
+    match set.text("rope_type")?.unwrap_or("default") {
+        "default" => Ok(set.number("rope_theta")?.unwrap_or(default)),
+        other => Err(Unsupported::feature("rope_type", other, "default in an encoder").into()),
+    }
+}
+
+/// Errors: `layer_types` lists other layers than every n-th without a window.
+fn check_layer_types(fields: &Fields<'_>, config: &EncoderConfig) -> Result<()> {
+    let Some(kinds) = fields.list("layer_types")? else { return Ok(()) };
+    let kind = |index| if config.is_local(index) { "sliding_attention" } else { "full_attention" };
+    let want: Vec<Value> = (0..config.n_layers).map(|index| kind(index).into()).collect();
+    if kinds != want {
+        let supported = "every n-th layer full_attention (global_attn_every_n_layers)";
+        return Err(Unsupported::feature("layer_types", "another order", supported).into());
+    }
+    Ok(())
+}
+
+/// Rejects options that would need another forward pass.
+fn reject_unsupported(fields: &Fields<'_>, spec: &encoder::EncoderSpec) -> Result<()> {
+    let activation = fields.text(spec.activation_key)?.unwrap_or("gelu");
+    if activation != "gelu" {
+        return Err(Unsupported::feature(spec.activation_key, activation, "gelu").into());
+    }
+    const SWITCHES: [&str; 6] =
+        ["is_decoder", "add_cross_attention", "attention_bias", "mlp_bias", "norm_bias", "classifier_bias"];
+    for key in SWITCHES {
+        if fields.flag(key)? == Some(true) {
+            return Err(Unsupported::feature(key, true, "false").into());
+        }
+    }
+    for (key, supported) in [
+        ("position_embedding_type", &["absolute"][..]),
+        ("classifier_pooling", &["cls", "mean"]),
+        ("classifier_activation", &["gelu"]),
+    ] {
+        let stated = fields.text(key)?.unwrap_or(supported[0]);
+        if !supported.contains(&stated) {
+            return Err(Unsupported::Feature {
+                what: key,
+                value: stated.to_owned(),
+                supported: if supported.len() > 1 { "cls, mean" } else { supported[0] },
+            }
+            .into());
+        }
+    }
+    for key in ["rope_scaling", "quantization_config"] {
+        if let Some(value) = fields.get(key) {
+            return Err(Unsupported::feature(key, value, "null in an encoder").into());
+        }
+    }
+    Ok(())
+}
