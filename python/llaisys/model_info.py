@@ -66,12 +66,13 @@ class ModelInfo:
     - `screen_bytes`: the size of the 8-bit copy of the lm_head that `screen_lm_head` adds, likewise.
     - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
       of all layers.
+    - `state_bytes`: size of the recurrent state of one sequence; 0 without recurrent layers.
     - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
       `repetition_penalty`).
     - `tokenizer`: the tokenizer of a GGUF. None for a folder, which has a `tokenizer.json` instead.
     - `pooling_type`: llama.cpp's number in a GGUF, else None.
-    - `skipped_tensors`: prefix of names -> number of tensors of a multimodal checkpoint that the text model
-      does not use.
+    - `skipped_tensors`: prefix of names -> number of tensors of other parts (encoders, heads that predict
+      several tokens), which the text model does not use.
     """
 
     path: str
@@ -97,3 +98,4 @@ class ModelInfo:
     tokenizer: GgufTokenizer | None
     pooling_type: int | None = None
     skipped_tensors: dict[str, int] = field(default_factory=dict)
+    state_bytes: int = 0

@@ -41,6 +41,8 @@ class Limits:
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.
     - `max_logprobs`: logprobs of one token in `logprobs` and `prompt_logprobs`; -1 is no limit.
+    - `state_bytes`: the recurrent state of one sequence; 0 without recurrent layers. With a state, choices of
+      a request do not share their prompt.
     - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
@@ -72,6 +74,7 @@ class Limits:
     n_clients: int = 1
     max_logprobs: int = 20
     speculates: bool = False
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:

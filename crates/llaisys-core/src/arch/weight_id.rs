@@ -38,6 +38,10 @@ pub enum LayerWeight {
     KBias,
     /// `[n_kv_heads * d_head]`, with `qkv_bias`.
     VBias,
+    /// The rows of each head's query, then those of its gate, where a container fuses them.
+    QAndGate,
+    /// Gate of the output of attention, `[n_heads * d_head, d_model]`.
+    AttnGate,
     /// Norm of each query head, `[d_head]`, or of all, `[n_heads * d_head]`, with `qk_norm`.
     QNorm,
     /// As `QNorm`, of the keys.
@@ -66,6 +70,47 @@ pub enum LayerWeight {
     Expert(usize, ExpertPart),
     /// The matrices of all experts, `[n_experts, ..]`, where a container stacks them.
     Experts(ExpertPart),
+    /// Gate over up of each expert, `[n_experts, 2 * d_ff, d_model]`, where a container stacks and fuses them.
+    ExpertsGateUp,
+    /// A matrix of the expert that all tokens use.
+    Shared(ExpertPart),
+    /// Weight of the shared expert in a row before the sigmoid, `[1, d_model]`.
+    SharedScale,
+    /// A weight of a recurrent layer.
+    Delta(DeltaWeight),
+}
+
+/// One weight of a Gated DeltaNet layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum DeltaWeight {
+    /// Query, key and value projections stacked by rows, where a container fuses them.
+    Qkv,
+    /// Query, key, value and output gate projections by key head, where a container fuses them.
+    Qkvz,
+    /// Projections to write strengths and decays by key head, where a container fuses them.
+    Ba,
+    /// Query projection, `[n_keys * d_key, d_model]`.
+    Q,
+    /// Key projection, `[n_keys * d_key, d_model]`.
+    K,
+    /// Value projection, `[n_values * d_value, d_model]`.
+    V,
+    /// Projection to the gate of the output, `[n_values * d_value, d_model]`.
+    Z,
+    /// Projection to the write strength of each value head, `[n_values, d_model]`.
+    B,
+    /// Projection to the decay of each value head, `[n_values, d_model]`.
+    A,
+    /// Short convolution of queries, keys and values, `[channels, 1, n_taps]`, the newest tap last.
+    Conv,
+    /// Logarithm of each value head's decay rate, `[n_values]`.
+    ALog,
+    /// Added to `A`, `[n_values]`.
+    DtBias,
+    /// Norm of each value head's output, `[d_value]`.
+    Norm,
+    /// Output projection, `[d_model, n_values * d_value]`.
+    Out,
 }
 
 impl LayerWeight {
@@ -74,7 +119,7 @@ impl LayerWeight {
     /// The biases of the feed-forward block.
     pub(crate) const MLP_BIASES: &[Self] = &[Self::GateBias, Self::UpBias, Self::DownBias];
 
-    /// True for the weights of norms.
+    /// True for the weights of norms from which a folder subtracts the architecture's offset.
     pub fn is_norm(self) -> bool {
         matches!(
             self,
@@ -124,6 +169,8 @@ pub struct NameTable {
     pub in_layer: &'static [Names],
     /// Endings of the names of tensors that are ignored, because the forward pass does not need them.
     pub ignored_endings: &'static [&'static str],
+    /// Prefixes of tensors that are skipped: heads that predict several tokens.
+    pub skipped: &'static [&'static str],
 }
 
 const TWO_NORMS: Names = &[
@@ -173,6 +220,7 @@ pub const FOLDER_NAMES: NameTable = NameTable {
     in_layer: &[TWO_NORMS, ATTENTION, QK_NORMS, FEED_FORWARD],
     // Old checkpoints saved the rope frequencies, which follow from the configuration.
     ignored_endings: &[".rotary_emb.inv_freq"],
+    skipped: &[],
 };
 
 /// Names in a folder of an architecture with norms after each block (Gemma, OLMo 2).
@@ -235,6 +283,74 @@ pub const FUSED_FOLDER_NAMES: NameTable = NameTable {
     ..FOLDER_NAMES
 };
 
+const GATED_ATTENTION: Names = &[
+    (LayerWeight::QAndGate, "self_attn.q_proj.weight"),
+    (LayerWeight::K, "self_attn.k_proj.weight"),
+    (LayerWeight::V, "self_attn.v_proj.weight"),
+    (LayerWeight::O, "self_attn.o_proj.weight"),
+];
+const DELTA_NET: Names = &[
+    (LayerWeight::Delta(DeltaWeight::Conv), "linear_attn.conv1d.weight"),
+    (LayerWeight::Delta(DeltaWeight::ALog), "linear_attn.A_log"),
+    (LayerWeight::Delta(DeltaWeight::DtBias), "linear_attn.dt_bias"),
+    (LayerWeight::Delta(DeltaWeight::Norm), "linear_attn.norm.weight"),
+    (LayerWeight::Delta(DeltaWeight::Out), "linear_attn.out_proj.weight"),
+];
+const DELTA_NET_PROJECTIONS: Names = &[
+    (LayerWeight::Delta(DeltaWeight::Qkv), "linear_attn.in_proj_qkv.weight"),
+    (LayerWeight::Delta(DeltaWeight::Z), "linear_attn.in_proj_z.weight"),
+    (LayerWeight::Delta(DeltaWeight::B), "linear_attn.in_proj_b.weight"),
+    (LayerWeight::Delta(DeltaWeight::A), "linear_attn.in_proj_a.weight"),
+];
+const SHARED_EXPERT: Names = &[
+    (LayerWeight::Shared(ExpertPart::Gate), "mlp.shared_expert.gate_proj.weight"),
+    (LayerWeight::Shared(ExpertPart::Up), "mlp.shared_expert.up_proj.weight"),
+    (LayerWeight::Shared(ExpertPart::Down), "mlp.shared_expert.down_proj.weight"),
+    (LayerWeight::SharedScale, "mlp.shared_expert_gate.weight"),
+];
+
+/// Names in a folder of Qwen3.5.
+pub const QWEN3_5_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[TWO_NORMS, GATED_ATTENTION, QK_NORMS, DELTA_NET, DELTA_NET_PROJECTIONS, FEED_FORWARD],
+    skipped: &["mtp."],
+    ..FOLDER_NAMES
+};
+
+/// Names in a folder of Qwen3.5 MoE: all experts of a layer are in two tensors.
+pub const QWEN3_5_MOE_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        TWO_NORMS,
+        GATED_ATTENTION,
+        QK_NORMS,
+        DELTA_NET,
+        DELTA_NET_PROJECTIONS,
+        &[
+            (LayerWeight::Router, "mlp.gate.weight"),
+            (LayerWeight::ExpertsGateUp, "mlp.experts.gate_up_proj"),
+            (LayerWeight::Experts(ExpertPart::Down), "mlp.experts.down_proj"),
+        ],
+        SHARED_EXPERT,
+    ],
+    ..QWEN3_5_FOLDER_NAMES
+};
+
+/// Names in a folder of Qwen3-Next.
+pub const QWEN3_NEXT_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        TWO_NORMS,
+        GATED_ATTENTION,
+        QK_NORMS,
+        DELTA_NET,
+        &[
+            (LayerWeight::Delta(DeltaWeight::Qkvz), "linear_attn.in_proj_qkvz.weight"),
+            (LayerWeight::Delta(DeltaWeight::Ba), "linear_attn.in_proj_ba.weight"),
+        ],
+        FEED_FORWARD,
+        SHARED_EXPERT,
+    ],
+    ..QWEN3_5_FOLDER_NAMES
+};
+
 /// Names in a folder of Mixtral.
 pub const MIXTRAL_FOLDER_NAMES: NameTable = NameTable {
     in_layer: &[
@@ -292,6 +408,7 @@ pub const GGUF_NAMES: NameTable = NameTable {
     layer: "blk.",
     in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_FEED_FORWARD],
     ignored_endings: &[],
+    skipped: &[],
 };
 
 /// Names in a GGUF file of Seed-OSS: the norm before the feed-forward block has the name of one after attention.

@@ -108,7 +108,7 @@ impl Checkpoint {
         let generation = GenerationConfig::read(&folder)?;
         let (config, quantization) = folder_config::read(&folder, &generation)?;
         let mut files = safetensors::open(&folder)?;
-        let prefixes = config.wrapper.map_or(&[][..], |wrapper| wrapper.skipped);
+        let prefixes = config.wrapper.map_or(config.names.skipped, |wrapper| wrapper.skipped);
         let skipped_tensors = files.skip(prefixes);
         let source = Source {
             path: path.to_string_lossy().into_owned(),

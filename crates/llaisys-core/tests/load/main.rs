@@ -16,6 +16,7 @@ mod families;
 mod folder;
 mod gguf;
 mod gguf_config;
+mod hybrids;
 mod mutations;
 mod quantize;
 mod quantized_folder;

@@ -35,6 +35,10 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
     let has_window = keys.size(WINDOW_KEY)?.is_some_and(|window| window > 0);
     let arch = spec::find_gguf(architecture, n_experts, has_window)?;
+    if arch.delta_net {
+        let (what, supported) = ("a GGUF file of the architecture", "the model's Hugging Face folder");
+        return Err(Unsupported::feature(what, architecture, supported).into());
+    }
     reject_unsupported(&keys, arch)?;
     reject_single_experts(header)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
@@ -77,6 +81,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         query_scaling: query_scaling(&keys, arch, max_positions)?,
         window: None,
         windowed: Vec::new(),
+        delta_net: None,
+        recurrent: Vec::new(),
         score_scale: score_scale(&keys, arch, &ModelSizes { n_layers, d_model, n_heads, d_head })?,
         attn_soft_cap: keys.soft_cap("attn_logit_softcapping", arch.attn_soft_cap)?,
         logit_soft_cap: keys.soft_cap("final_logit_softcapping", arch.logit_soft_cap)?,
@@ -88,6 +94,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         residual_scale: keys.multiplier("residual_scale")?,
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
         experts: experts(&keys, n_experts)?,
+        d_shared: None,
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
         qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
         o_bias: has_bias(header, arch, arch.biases.o, &[LayerWeight::OBias]),
@@ -98,6 +105,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     };
     keys.expect_whole_head_rotated(arch, d_head)?;
     config.check()?;
+    config.recurrent = vec![false; n_layers];
     config.rotated = rotated_layers(arch, n_layers);
     (config.window, config.windowed) = window(&keys, arch, n_layers, max_positions)?;
     if tokenizer.tokens.len() != vocab_size {

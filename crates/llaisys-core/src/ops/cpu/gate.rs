@@ -101,9 +101,15 @@ struct Silu;
 impl Function for Silu {
     #[inline(always)]
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F {
-        let negative = lanes.sub(lanes.splat(0.0), x);
-        lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
+        silu(lanes, x)
     }
+}
+
+/// silu of `N` numbers.
+#[inline(always)]
+pub(super) fn silu<L: Lanes>(lanes: L, x: L::F) -> L::F {
+    let negative = lanes.sub(lanes.splat(0.0), x);
+    lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
 }
 
 struct GeluTanh;

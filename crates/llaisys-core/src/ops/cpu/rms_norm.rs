@@ -61,7 +61,7 @@ impl Kernel for Norm<'_> {
 }
 
 #[inline(always)]
-fn sum_of_squares<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
+pub(super) fn sum_of_squares<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
     let mut sums = [lanes.splat(0.0); 4];
     let groups = x.chunks_exact(4 * L::N);
     let tail = groups.remainder();
