@@ -67,7 +67,7 @@ impl DeltaNet {
             DeltaWeight::V | DeltaWeight::Z => vec![values, d_model],
             DeltaWeight::B | DeltaWeight::A => vec![n_values, d_model],
             DeltaWeight::Conv => vec![self.channels(), 1, self.n_taps],
-            DeltaWeight::ALog | DeltaWeight::DtBias => vec![n_values],
+            DeltaWeight::ALog | DeltaWeight::MinusRate | DeltaWeight::DtBias => vec![n_values],
             DeltaWeight::Norm => vec![self.heads.d_value],
             DeltaWeight::Out => vec![d_model, values],
         }

@@ -11,7 +11,7 @@ use crate::arch::weight_id::{
     MIXTRAL_FOLDER_NAMES, NameTable, SEED_OSS_GGUF_NAMES,
 };
 use crate::error::Unsupported;
-use crate::ops::{Gate, HeadWidths};
+use crate::ops::{Gate, HeadWidths, ValueOrder};
 
 pub use qwen::{QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT};
 
@@ -69,6 +69,8 @@ pub struct ArchSpec {
     pub experts: Option<ExpertKeys>,
     /// Layers of type `linear_attention` are Gated DeltaNet layers, and the others have a gate of attention's output.
     pub delta_net: bool,
+    /// The order of value heads of recurrent layers in a GGUF file.
+    pub gguf_value_order: ValueOrder,
     /// Every mixture of experts has an expert that all tokens use.
     pub shared_expert: bool,
     /// Row order of q and k in a folder.
@@ -211,6 +213,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     d_ff_key: "intermediate_size",
     experts: None,
     delta_net: false,
+    gguf_value_order: ValueOrder::Grouped,
     shared_expert: false,
     folder_rope_rows: RopeRows::HalfSplit,
     gguf_rope_rows: RopeRows::Interleaved,

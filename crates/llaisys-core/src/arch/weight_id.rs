@@ -1,5 +1,12 @@
 //! Ids of the weights of a model, and their names in each container.
 
+mod hybrid;
+
+pub use hybrid::{
+    QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES,
+    QWEN3_NEXT_GGUF_NAMES,
+};
+
 /// One weight of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum WeightId {
@@ -105,6 +112,8 @@ pub enum DeltaWeight {
     Conv,
     /// Logarithm of each value head's decay rate, `[n_values]`.
     ALog,
+    /// Each value head's decay rate times -1, `[n_values]`, where a container has it instead of `ALog`.
+    MinusRate,
     /// Added to `A`, `[n_values]`.
     DtBias,
     /// Norm of each value head's output, `[d_value]`.
@@ -281,74 +290,6 @@ pub const FUSED_FOLDER_NAMES: NameTable = NameTable {
         ],
     ],
     ..FOLDER_NAMES
-};
-
-const GATED_ATTENTION: Names = &[
-    (LayerWeight::QAndGate, "self_attn.q_proj.weight"),
-    (LayerWeight::K, "self_attn.k_proj.weight"),
-    (LayerWeight::V, "self_attn.v_proj.weight"),
-    (LayerWeight::O, "self_attn.o_proj.weight"),
-];
-const DELTA_NET: Names = &[
-    (LayerWeight::Delta(DeltaWeight::Conv), "linear_attn.conv1d.weight"),
-    (LayerWeight::Delta(DeltaWeight::ALog), "linear_attn.A_log"),
-    (LayerWeight::Delta(DeltaWeight::DtBias), "linear_attn.dt_bias"),
-    (LayerWeight::Delta(DeltaWeight::Norm), "linear_attn.norm.weight"),
-    (LayerWeight::Delta(DeltaWeight::Out), "linear_attn.out_proj.weight"),
-];
-const DELTA_NET_PROJECTIONS: Names = &[
-    (LayerWeight::Delta(DeltaWeight::Qkv), "linear_attn.in_proj_qkv.weight"),
-    (LayerWeight::Delta(DeltaWeight::Z), "linear_attn.in_proj_z.weight"),
-    (LayerWeight::Delta(DeltaWeight::B), "linear_attn.in_proj_b.weight"),
-    (LayerWeight::Delta(DeltaWeight::A), "linear_attn.in_proj_a.weight"),
-];
-const SHARED_EXPERT: Names = &[
-    (LayerWeight::Shared(ExpertPart::Gate), "mlp.shared_expert.gate_proj.weight"),
-    (LayerWeight::Shared(ExpertPart::Up), "mlp.shared_expert.up_proj.weight"),
-    (LayerWeight::Shared(ExpertPart::Down), "mlp.shared_expert.down_proj.weight"),
-    (LayerWeight::SharedScale, "mlp.shared_expert_gate.weight"),
-];
-
-/// Names in a folder of Qwen3.5.
-pub const QWEN3_5_FOLDER_NAMES: NameTable = NameTable {
-    in_layer: &[TWO_NORMS, GATED_ATTENTION, QK_NORMS, DELTA_NET, DELTA_NET_PROJECTIONS, FEED_FORWARD],
-    skipped: &["mtp."],
-    ..FOLDER_NAMES
-};
-
-/// Names in a folder of Qwen3.5 MoE: all experts of a layer are in two tensors.
-pub const QWEN3_5_MOE_FOLDER_NAMES: NameTable = NameTable {
-    in_layer: &[
-        TWO_NORMS,
-        GATED_ATTENTION,
-        QK_NORMS,
-        DELTA_NET,
-        DELTA_NET_PROJECTIONS,
-        &[
-            (LayerWeight::Router, "mlp.gate.weight"),
-            (LayerWeight::ExpertsGateUp, "mlp.experts.gate_up_proj"),
-            (LayerWeight::Experts(ExpertPart::Down), "mlp.experts.down_proj"),
-        ],
-        SHARED_EXPERT,
-    ],
-    ..QWEN3_5_FOLDER_NAMES
-};
-
-/// Names in a folder of Qwen3-Next.
-pub const QWEN3_NEXT_FOLDER_NAMES: NameTable = NameTable {
-    in_layer: &[
-        TWO_NORMS,
-        GATED_ATTENTION,
-        QK_NORMS,
-        DELTA_NET,
-        &[
-            (LayerWeight::Delta(DeltaWeight::Qkvz), "linear_attn.in_proj_qkvz.weight"),
-            (LayerWeight::Delta(DeltaWeight::Ba), "linear_attn.in_proj_ba.weight"),
-        ],
-        FEED_FORWARD,
-        SHARED_EXPERT,
-    ],
-    ..QWEN3_5_FOLDER_NAMES
 };
 
 /// Names in a folder of Mixtral.

@@ -9,7 +9,7 @@ use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
 use crate::load::checkpoint::Checkpoint;
-use crate::ops::DeltaHeads;
+use crate::ops::{DeltaHeads, ValueOrder};
 use std::fmt::Display;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -178,8 +178,15 @@ impl Text {
             self.put("d_shared", d_shared);
         }
         if let Some(DeltaNet { heads, n_taps }) = delta_net {
-            let DeltaHeads { n_keys, n_values, d_key, d_value } = heads;
+            let DeltaHeads { n_keys, n_values, d_key, d_value, order } = heads;
             self.put("delta_net", format_args!("{n_keys} {n_values} {d_key} {d_value} {n_taps}"));
+            self.put(
+                "delta_net.order",
+                match order {
+                    ValueOrder::Grouped => "grouped",
+                    ValueOrder::Alternating => "alternating",
+                },
+            );
             self.layers("recurrent", recurrent);
         }
         self.put("tied_head", tied_head);

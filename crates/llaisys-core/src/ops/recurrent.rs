@@ -11,6 +11,17 @@ pub struct DeltaHeads {
     pub d_key: usize,
     /// Elements of a value head.
     pub d_value: usize,
+    /// Which value heads a key head serves.
+    pub order: ValueOrder,
+}
+
+/// The order of value heads, of which each key head serves several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ValueOrder {
+    /// Those of the first key head, then those of the second one, and so on: folders.
+    Grouped,
+    /// The first one of each key head, then the second one of each, and so on: GGUF files of Qwen3.5.
+    Alternating,
 }
 
 impl DeltaHeads {
@@ -29,9 +40,12 @@ impl DeltaHeads {
         self.n_values * self.d_key * self.d_value
     }
 
-    /// The key head of a value head: each key head serves consecutive value heads.
+    /// The key head of a value head.
     pub fn key_of(&self, value: usize) -> usize {
-        value / (self.n_values / self.n_keys)
+        match self.order {
+            ValueOrder::Grouped => value / (self.n_values / self.n_keys),
+            ValueOrder::Alternating => value % self.n_keys,
+        }
     }
 }
 

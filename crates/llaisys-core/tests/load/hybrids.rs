@@ -8,7 +8,7 @@ use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::spec::{DeltaWeight, LayerWeight};
 use llaisys_core::error::Result;
 use llaisys_core::load::checkpoint::Checkpoint;
-use llaisys_core::ops::DeltaHeads;
+use llaisys_core::ops::{DeltaHeads, ValueOrder};
 use serde_json::{Map, Value, json};
 
 /// Opens a golden with some keys of the text model changed (null: removed).
@@ -31,7 +31,8 @@ fn config(name: &str) -> ModelConfig {
     Checkpoint::open(&golden(name)).unwrap().config().clone()
 }
 
-const HEADS: DeltaHeads = DeltaHeads { n_keys: 2, n_values: 4, d_key: 16, d_value: 16 };
+const HEADS: DeltaHeads =
+    DeltaHeads { n_keys: 2, n_values: 4, d_key: 16, d_value: 16, order: ValueOrder::Grouped };
 
 #[test]
 fn layers_are_recurrent_by_list_or_interval() {

@@ -4,7 +4,7 @@
 use crate::parity::{assert_close, contexts, name};
 use llaisys_core::ops::cases::{ROUNDING, Size, SplitMix64};
 use llaisys_core::ops::{
-    self, DeltaHeads, DeltaInputs, OpContext, RecurrentRows, SequenceRows, StatesMut, reference,
+    self, DeltaHeads, DeltaInputs, OpContext, RecurrentRows, SequenceRows, StatesMut, ValueOrder, reference,
 };
 
 /// Sequences of these lengths, their rows interleaved in the pass.
@@ -143,10 +143,11 @@ fn delta_rule(
 #[test]
 fn delta_rule_agrees_with_the_reference_wherever_a_pass_begins() {
     let n: usize = LENGTHS.iter().sum();
-    let shapes = [(1, 1, 1, 1), (2, 4, 16, 16), (2, 2, 24, 40), (1, 3, 33, 70), (2, 4, 128, 128)];
+    let shapes = [(1, 1, 1, 1), (2, 4, 16, 16), (2, 6, 24, 40), (1, 3, 33, 70), (2, 4, 128, 128)];
     for cx in contexts() {
         for (n_keys, n_values, d_key, d_value) in shapes {
-            let heads = DeltaHeads { n_keys, n_values, d_key, d_value };
+            let order = if d_value == 40 { ValueOrder::Grouped } else { ValueOrder::Alternating };
+            let heads = DeltaHeads { n_keys, n_values, d_key, d_value, order };
             let (len, width) = (heads.matrices_len(), heads.value_width());
             let draw = &mut SplitMix64::new(len as u64);
             let inputs = Inputs::random(draw, heads, n);
@@ -187,7 +188,8 @@ fn delta_rule_agrees_with_the_reference_wherever_a_pass_begins() {
 #[test]
 #[should_panic(expected = "each state is written once")]
 fn a_state_is_not_written_for_two_sequences() {
-    let heads = DeltaHeads { n_keys: 1, n_values: 1, d_key: 4, d_value: 4 };
+    let order = ValueOrder::Grouped;
+    let heads = DeltaHeads { n_keys: 1, n_values: 1, d_key: 4, d_value: 4, order };
     let inputs = Inputs::random(&mut SplitMix64::new(1), heads, 2);
     let sequence = SequenceRows { before: None, after: 1, start: 0, n_rows: 1 };
     let sequences = [sequence, SequenceRows { start: 1, ..sequence }];

@@ -3,7 +3,11 @@
 use super::{ArchSpec, ExpertKeys, LLAMA, QkNorm, RopeRows, WindowRule};
 use crate::arch::bias::Biases;
 use crate::arch::rope::RopeRules;
-use crate::arch::weight_id::{QWEN3_5_FOLDER_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES};
+use crate::arch::weight_id::{
+    QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES,
+    QWEN3_NEXT_GGUF_NAMES,
+};
+use crate::ops::ValueOrder;
 
 /// Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen.
 pub const QWEN2: ArchSpec = ArchSpec {
@@ -55,6 +59,8 @@ pub const QWEN3_5: ArchSpec = ArchSpec {
     rope: RopeRules { partial_default: Some(0.25), ..RopeRules::PLAIN },
     delta_net: true,
     folder_names: &QWEN3_5_FOLDER_NAMES,
+    gguf_names: &QWEN3_5_GGUF_NAMES,
+    gguf_value_order: ValueOrder::Alternating,
     ..QWEN3
 };
 
@@ -76,5 +82,7 @@ pub const QWEN3_NEXT: ArchSpec = ArchSpec {
     gguf_architecture: "qwen3next",
     experts: QWEN3_MOE.experts,
     folder_names: &QWEN3_NEXT_FOLDER_NAMES,
+    gguf_names: &QWEN3_NEXT_GGUF_NAMES,
+    gguf_value_order: ValueOrder::Grouped,
     ..QWEN3_5_MOE
 };

@@ -141,7 +141,12 @@ impl Packer<'_> {
     fn delta_net(&self, index: usize, config: &DeltaNet) -> Result<DeltaNetWeights> {
         let at = |part| WeightId::Layer(index, LayerWeight::Delta(part));
         let f32_matrix = |part| self.matrix_as(at(part), Some(PackedFormat::F32));
-        let rate = self.vector(at(DeltaWeight::ALog))?.into_iter().map(f32::exp).collect();
+        let names = self.checkpoint.config().names;
+        let rate = if names.parts().any(|part| part == LayerWeight::Delta(DeltaWeight::MinusRate)) {
+            self.vector(at(DeltaWeight::MinusRate))?.into_iter().map(|minus| -minus).collect()
+        } else {
+            self.vector(at(DeltaWeight::ALog))?.into_iter().map(f32::exp).collect()
+        };
         let d_key = config.heads.d_key;
         let unit = 1.0 / (d_key as f64).sqrt();
         Ok(DeltaNetWeights {

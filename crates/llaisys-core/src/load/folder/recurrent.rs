@@ -5,7 +5,7 @@ use crate::arch::delta_net::DeltaNet;
 use crate::arch::spec::ArchSpec;
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
-use crate::ops::DeltaHeads;
+use crate::ops::{DeltaHeads, ValueOrder};
 
 const INTERVAL: &str = "full_attention_interval";
 /// transformers' default of it.
@@ -24,6 +24,7 @@ pub(super) fn delta_net(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Option<D
         n_values: fields.required_size("linear_num_value_heads")?,
         d_key: fields.required_size("linear_key_head_dim")?,
         d_value: fields.required_size("linear_value_head_dim")?,
+        order: ValueOrder::Grouped,
     };
     Ok(Some(DeltaNet { heads, n_taps: fields.required_size("linear_conv_kernel_dim")? }))
 }
