@@ -138,8 +138,4 @@ fn what_needs_a_state_at_another_position_is_refused_by_name() {
     let weight = context.replace_weight("model.norm.weight", &[48], &[1.0; 48]).unwrap_err().to_string();
     assert!(weight.contains("recurrent layers"), "{weight}");
     assert_eq!(context.digest(), digest);
-    let split =
-        Context::load(&golden("qwen3_5_bf16"), ContextConfig { n_ranks: 2, n_threads: 2, ..settings() });
-    let error = split.unwrap_err().to_string();
-    assert!(error.contains("Qwen3_5ForCausalLM") || error.contains("not divisible"), "{error}");
 }

@@ -104,7 +104,7 @@ fn parts_of_a_sequence_are_refused_without_side_effects() {
     let [c, d] = [(); 2].map(|()| other.seq_acquire(0).unwrap());
     extend(&mut other, c, 3..5);
     extend(&mut other, d, 0..2);
-    recurrent(refused(other.seq_cp(c, d, -1, -1)));
+    recurrent(refused(other.seq_cp(c, d, 3, 5)));
     other.check();
 }
 

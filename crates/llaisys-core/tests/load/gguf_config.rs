@@ -181,7 +181,10 @@ fn tokenizers_are_rejected_by_name() {
         assert_names(&error, &["tokenizer.ggml.model", model, "gpt2"]);
     }
     let error = unsupported(small().with("tokenizer.ggml.pre", "deepseek-llm").open());
-    assert_names(&error, &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, llama-bpe, default"]);
+    assert_names(
+        &error,
+        &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, qwen35, llama-bpe, default"],
+    );
     assert_names(
         &unsupported(small().without("tokenizer.ggml.pre").open()),
         &["tokenizer.ggml.pre", "absent"],

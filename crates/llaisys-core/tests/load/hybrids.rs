@@ -7,6 +7,7 @@ use llaisys_core::arch::delta_net::DeltaNet;
 use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::spec::{DeltaWeight, LayerWeight};
 use llaisys_core::error::Result;
+use llaisys_core::forward::shard::Shard;
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::ops::{DeltaHeads, ValueOrder};
 use serde_json::{Map, Value, json};
@@ -86,7 +87,11 @@ fn hostile_values_are_rejected_by_name() {
         ("linear_conv_kernel_dim", json!("4"), &["linear_conv_kernel_dim", "whole number"]),
         ("linear_key_head_dim", Value::Null, &["linear_key_head_dim"]),
         ("linear_key_head_dim", json!(8), &["linear_attn", "[128"]),
-        ("layer_types", json!(["linear_attention"]), &["layer_types is 1", "num_hidden_layers is 6"]),
+        (
+            "layer_types",
+            json!(["linear_attention"]),
+            &["layer_types is 1", "expected 6", "num_hidden_layers"],
+        ),
         ("layer_types", json!(vec!["linear_attention"; 6]), &["number of layers with attention is 0"]),
     ] {
         assert_names(&format_error(with("qwen3_5_bf16", &[(key, value)])), words);
@@ -112,6 +117,10 @@ fn what_the_forward_pass_does_not_compute_is_refused_by_name() {
     }
     let dense_layers = with("qwen3_next_bf16", &[("mlp_only_layers", json!([1]))]);
     assert_names(&unsupported(dense_layers), &["mlp_only_layers"]);
+    // Two ranks could have a key-value head each, but not the states.
+    let whole = ModelConfig { n_heads: 4, n_kv_heads: 2, ..config("qwen3_5_bf16") };
+    let error = Shard { rank: 0, world: 2 }.config(&whole).unwrap_err();
+    assert_names(&error, &["tensor parallelism", "Qwen3_5ForCausalLM", "without recurrent layers"]);
     // In another family the type of layer is unknown.
     let llama = crate::model_files::folder::Folder::small("LlamaForCausalLM");
     let error = unsupported(llama.with("layer_types", json!(["linear_attention"])).open());
