@@ -90,7 +90,9 @@ impl Target {
                     .map(|name| serde_json::to_vec(&Folder::small(name).config).expect("it is JSON"))
                     .into();
                 let real = include_bytes!("../../tests/data/goldens/qwen2-tied-bf16/config.json");
-                seeds.push(real.to_vec());
+                let wrapped = include_bytes!("../../tests/data/goldens/qwen3_5_moe_bf16/config.json");
+                let hybrid = include_bytes!("../../tests/data/goldens/qwen3_next_bf16/config.json");
+                seeds.extend([&real[..], wrapped, hybrid].map(<[u8]>::to_vec));
                 seeds
             }
             Kind::Folder => {

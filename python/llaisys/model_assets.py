@@ -170,12 +170,13 @@ def load_model_assets(config: Config) -> ModelAssets:
 
 
 def _log_skipped_tensors(info: ModelInfo) -> None:
-    """Log, in one line, how many tensors of a multimodal checkpoint are skipped."""
+    """Log, in one line, how many tensors of other parts than the text model are skipped."""
     if not info.skipped_tensors:
         return
     counts = ", ".join(f"{prefix}* {n}" for prefix, n in info.skipped_tensors.items())
     log.info(
-        "%s is multimodal; its text model %s is loaded, and %d tensors of other parts are skipped (%s)",
+        "%s is multimodal or predicts several tokens; its text model %s is loaded, and %d tensors of other "
+        "parts are skipped (%s)",
         info.path,
         info.architecture,
         sum(info.skipped_tensors.values()),

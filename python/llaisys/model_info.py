@@ -67,12 +67,13 @@ class ModelInfo:
     - `screen_bytes`: the size of the 8-bit copy of the lm_head that `screen_lm_head` adds, likewise.
     - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
       of all layers.
+    - `state_bytes`: size of the recurrent state of one sequence; 0 without recurrent layers.
     - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
       `repetition_penalty`).
     - `tokenizer`: the tokenizer of a GGUF. None for a folder, which has a `tokenizer.json` instead.
     - `pooling_type`: llama.cpp's number in a GGUF, else None.
-    - `skipped_tensors`: prefix of names -> number of tensors of a multimodal checkpoint that the text model
-      does not use.
+    - `skipped_tensors`: prefix of names -> number of tensors of other parts (encoders, heads that predict
+      several tokens), which the text model does not use.
     - `generates`: False for a model without a head, which has no logits. `is_encoder`: True for an encoder,
       `has_score_head` for one with a classifier.
     """
@@ -103,3 +104,4 @@ class ModelInfo:
     generates: bool = True
     is_encoder: bool = False
     has_score_head: bool = False
+    state_bytes: int = 0

@@ -105,7 +105,8 @@ class EngineConfig(BaseModel):
         ge=1,
         le=256,
         description="sequences that run at the same time, one for each choice of a request; raise it for "
-        "throughput, lower it for latency",
+        "throughput, lower it for latency. The default is lower for a model with recurrent layers if their "
+        "states would take more than a fifth of the memory",
     )
     max_concurrent_requests: int | None = Field(
         None, ge=1, description="upper bound of max_num_seqs and max_batch_size (default: max_num_seqs)"

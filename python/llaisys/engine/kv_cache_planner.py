@@ -62,9 +62,16 @@ class KvCachePlanner:
     """
 
     def __init__(
-        self, n_free: Sequence[int], prefix_cache: PrefixCache | None, running: Sequence[Request]
+        self,
+        n_free: Sequence[int],
+        prefix_cache: PrefixCache | None,
+        running: Sequence[Request],
+        *,
+        forks: bool = True,
     ) -> None:
+        """`forks`: without a prefix cache, a choice starts from the cells of its leader."""
         self._prefix_cache = prefix_cache
+        self._forks = forks
         self._running = running
         n_evictable = (lambda _: 0) if prefix_cache is None else prefix_cache.n_evictable
         self.allocatable = [n + n_evictable(stream) for stream, n in enumerate(n_free)]
@@ -174,7 +181,7 @@ class KvCachePlanner:
             match = self._prefix_cache.match(salt, ids, limit, releasing=releasing)
             if match.n_tokens:
                 return Placement(match.stream, match.n_tokens, match.stream, match.n_evictable)
-        elif leader is not None and self._runs(leader) and not leader.num_reclaimed:
+        elif self._forks and leader is not None and self._runs(leader) and not leader.num_reclaimed:
             n_shared = min(limit, request.num_prompt - 1, leader.num_computed)
             return Placement(leader.stream, n_shared, leader.stream, fork=leader)
         emptiest = max(range(len(left)), key=lambda s: (left[s], -s))

@@ -42,6 +42,8 @@ class Limits:
       are no shares, even if requests name several clients.
     - `max_logprobs`: logprobs of one token in `logprobs`, `prompt_logprobs` and `logprob_token_ids`; -1 is no
       limit.
+    - `state_bytes`: the recurrent state of one sequence; 0 without recurrent layers. With a state, choices of
+      a request do not share their prompt.
     - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
@@ -73,6 +75,7 @@ class Limits:
     n_clients: int = 1
     max_logprobs: int = 20
     speculates: bool = False
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:

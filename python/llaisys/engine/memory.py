@@ -69,7 +69,6 @@ _AS_CONFIGURED = (
     "max_input_tokens",
     "max_output_tokens",
     "max_logprobs",
-    "enable_prefix_caching",
     "kv_eviction_threshold",
     "kv_cleanup_interval_s",
     "timeout_scan_s",
@@ -119,10 +118,7 @@ def size_engine(
 
     Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
-    if config.speculative_config is not None and gpu is not None:
-        raise UnsupportedError(
-            "speculative decoding runs on the CPU only; set device cpu", param="speculative_config"
-        )
+    _check_speculation(config, info, gpu, draft)
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
@@ -131,14 +127,17 @@ def size_engine(
         _check_draft(draft, info)
         draft_cell_bytes = draft.kv_bytes_per_cell[kv_dtype]
         memory_bytes = max(0, memory_bytes - draft.packed_bytes["auto"])
-    n_seqs = _n_seqs(config)
+    n_seqs = _n_seqs(config, info, memory_bytes)
+    # A step writes a new state of each of its sequences before the old one is dropped.
+    state_bytes = 2 * n_seqs * info.state_bytes
+    memory_bytes = max(0, memory_bytes - state_bytes)
     configured, setting = _configured_cells(config, cell_bytes), "kv_cache_memory_bytes"
     if configured is not None:
         n_cells, setting = configured
         why = f"{setting} {getattr(config, setting)}"
     elif gpu is None:
         all_bytes = cell_bytes + draft_cell_bytes
-        n_cells, why = _cells_that_fit(config, info, memory_bytes, all_bytes, n_seqs * requested_len)
+        n_cells, why = _cells_that_fit(config, info, memory_bytes, all_bytes, (n_seqs, requested_len))
     else:
         n_cells, why = requested_len * config.num_kv_streams, "as many as fit on the GPU"
     n_cells -= n_cells % config.num_kv_streams
@@ -162,6 +161,9 @@ def size_engine(
         kv_cell_bytes=cell_bytes,
         n_clients=n_clients,
         speculates=config.speculative_config is not None,
+        state_bytes=info.state_bytes,
+        # A prefix ends where no state was kept.
+        enable_prefix_caching=config.enable_prefix_caching and not info.state_bytes,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     n_threads = config.num_threads or cpus.n
@@ -194,6 +196,8 @@ def size_engine(
         f"weights: {weights} ({_weight_format(config)}); KV cache: {cells} ({why}); "
         f"context {limits.max_model_len} tokens{cut}"
     )
+    if info.state_bytes:
+        summary += f"; recurrent states of {n_seqs} requests: {_mib(state_bytes)}; no prefix caching"
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
     draft_settings = None
@@ -289,6 +293,25 @@ def size_encoder(
     return EngineSizing(settings, limits, summary)
 
 
+def _check_speculation(
+    config: EngineConfig, info: ModelInfo, gpu: GpuSettings | None, draft: ModelInfo | None
+) -> None:
+    """Raise UnsupportedError if drafts cannot be verified or computed."""
+    if config.speculative_config is None:
+        return
+    if gpu is not None:
+        raise UnsupportedError(
+            "speculative decoding runs on the CPU only; set device cpu", param="speculative_config"
+        )
+    for model in (info, draft):
+        if model is not None and model.state_bytes:
+            raise UnsupportedError(
+                f"speculative decoding does not support {model.architecture}: its recurrent layers have no "
+                "state to return to after a rejected draft; remove speculative_config",
+                param="speculative_config",
+            )
+
+
 def _check_draft(draft: ModelInfo, info: ModelInfo) -> None:
     if draft.vocab_size != info.vocab_size:
         raise RejectedError(
@@ -309,8 +332,19 @@ def _requested_len(config: EngineConfig, info: ModelInfo) -> int:
     return config.max_model_len
 
 
-def _n_seqs(config: EngineConfig) -> int:
-    """Return the number of concurrent sequences: `max_num_seqs`, up to `max_concurrent_requests`."""
+def _n_seqs(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> int:
+    """Return the number of concurrent sequences: `max_num_seqs`, up to `max_concurrent_requests`.
+
+    The default of `max_num_seqs` is lowered until recurrent states take 1/_KV_SHARE of the memory.
+    """
+    n_seqs = _n_seqs_configured(config)
+    if not info.state_bytes or "max_num_seqs" in config.model_fields_set:
+        return n_seqs
+    budget = max(0, memory_bytes - _weight_bytes(config, info)) // _KV_SHARE
+    return max(1, min(n_seqs, budget // (2 * info.state_bytes)))
+
+
+def _n_seqs_configured(config: EngineConfig) -> int:
     most = config.max_concurrent_requests
     if most is None:
         return config.max_num_seqs
@@ -353,16 +387,19 @@ def _configured_cells(config: EngineConfig, cell_bytes: int) -> tuple[int, str] 
 
 
 def _cells_that_fit(
-    config: EngineConfig, info: ModelInfo, memory_bytes: int, cell_bytes: int, most: int
+    config: EngineConfig, info: ModelInfo, memory_bytes: int, cell_bytes: int, requests: tuple[int, int]
 ) -> tuple[int, str]:
-    """Return the number of cells that fit in memory, up to `most`, and the reason for that number."""
+    """Return the number of cells that fit in memory, and the reason for that number.
+
+    `requests`: how many requests run, and the tokens of each; there are no more cells than these need.
+    """
+    n_seqs, n_tokens = requests
     weights = _weight_bytes(config, info)
     budget = max(0, memory_bytes - weights - _workspace_bytes(config, info)) // _KV_SHARE
     n_cells = budget // cell_bytes
     n_cells -= n_cells % _RANGE_CELLS if n_cells > _RANGE_CELLS else 0
-    if most <= n_cells:
-        n_seqs = _n_seqs(config)
-        return most, f"enough for {n_seqs} requests of {most // n_seqs} tokens"
+    if n_seqs * n_tokens <= n_cells:
+        return n_seqs * n_tokens, f"enough for {n_seqs} requests of {n_tokens} tokens"
     available = f"{memory_bytes / 2**30:.1f} GiB available, {weights / 2**30:.1f} GiB of it for weights"
     return n_cells, f"a fifth of the memory: {available}"
 

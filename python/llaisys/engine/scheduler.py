@@ -135,7 +135,8 @@ class _Step:
         self._limits = limits = view.limits
         self._scans_deadlines = view.now_s - view.last_deadline_scan_s >= limits.timeout_scan_s
         self._cleans_cache = view.now_s - view.last_cleanup_s >= limits.kv_cleanup_interval_s
-        self._cells = KvCachePlanner(view.n_free, view.prefix_cache, view.running)
+        forks = not limits.state_bytes
+        self._cells = KvCachePlanner(view.n_free, view.prefix_cache, view.running, forks=forks)
         self._running = list(view.running)
         self._waiting = view.waiting
         self._round_robin = view.round_robin

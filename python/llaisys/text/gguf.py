@@ -1,9 +1,9 @@
 """Builds the tokenizer that the metadata of a GGUF file describes.
 
 `tokenizer.ggml.pre` only *names* a pre-tokenizer. The rules of `default` are from llama.cpp's
-`src/llama-vocab.cpp`, which defines the name. The rules of the three other names are from the
-`tokenizer.json` of SmolLM2, Qwen2 and Llama 3. Any other name is rejected, because a wrong pre-tokenizer
-gives plausible but wrong ids.
+`src/llama-vocab.cpp`, which defines the name. The rules of the other names are from the
+`tokenizer.json` of SmolLM2, Qwen2, Qwen3.5 and Llama 3. Any other name is rejected, because a wrong
+pre-tokenizer gives plausible but wrong ids.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ _TIKTOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As Qwen2, with combining marks as parts of words.
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class _Pre:
 _PRE = {
     "smollm": _Pre((r"\p{N}", _GPT2)),
     "qwen2": _Pre((_TIKTOKEN % r"\p{N}",), nfc=True),
+    "qwen35": _Pre((_QWEN35,), nfc=True),
     "llama-bpe": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }

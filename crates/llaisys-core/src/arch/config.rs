@@ -1,9 +1,11 @@
 //! The checked hyper-parameters of a model, from any container.
 
 use crate::arch::bounds::{bounded, check_id};
+use crate::arch::delta_net::DeltaNet;
 use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
+use crate::arch::row_map::RowMap;
 use crate::arch::spec::{ArchSpec, QkNorm};
-use crate::arch::weight_id::{ExpertPart, LayerWeight, NameTable, WeightId};
+use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, NameTable, WeightId};
 use crate::arch::wrapper::Wrapper;
 use crate::error::FormatError;
 use crate::ops::HeadWidths;
@@ -54,6 +56,10 @@ pub struct ModelConfig {
     pub window: Option<usize>,
     /// Which layers have the window. `[n_layers]`
     pub windowed: Vec<bool>,
+    /// The recurrent layers.
+    pub delta_net: Option<DeltaNet>,
+    /// Which layers are recurrent instead of attention. `[n_layers]`
+    pub recurrent: Vec<bool>,
     /// Factor of attention scores before the softmax.
     pub score_scale: f32,
     /// Soft cap of scores.
@@ -68,6 +74,8 @@ pub struct ModelConfig {
     pub logit_scale: f32,
     /// The mixture of experts of every layer.
     pub experts: Option<Experts>,
+    /// Inner width of the expert that all tokens use.
+    pub d_shared: Option<usize>,
     /// The head is the embedding matrix.
     pub tied_head: bool,
     /// The q, k and v projections add a bias.
@@ -104,10 +112,11 @@ const LIMITS: [(&str, SizeOf, usize); 8] = [
     ("the number of heads", |c| c.n_heads, 1 << 10),
     ("the number of key-value heads", |c| c.n_kv_heads, 1 << 10),
     ("the head width", |c| c.d_head, 1 << 10),
-    ("the feed-forward width", |c| c.d_ff, 1 << 20),
+    ("the feed-forward width", |c| c.d_ff, D_FF_MAX),
     ("the vocabulary size", |c| c.vocab_size, 1 << 20),
     ("the number of positions", |c| c.max_positions, 1 << 24),
 ];
+const D_FF_MAX: usize = 1 << 20;
 const RMS_EPS: (f64, f64) = (1e-12, 1e-1);
 /// Of multipliers and soft caps.
 const SCALE: (f64, f64) = (1e-6, 1e6);
@@ -136,6 +145,12 @@ impl ModelConfig {
         self.check_scales()?;
         if let Some(window) = self.window {
             bounded("the sliding window", window as f64, 1.0, self.max_positions as f64)?;
+        }
+        if let Some(delta_net) = &self.delta_net {
+            delta_net.check()?;
+        }
+        if let Some(d_shared) = self.d_shared {
+            bounded("the width of the shared expert", d_shared as f64, 1.0, D_FF_MAX as f64)?;
         }
         if let Some(experts) = self.experts {
             bounded("the number of experts", experts.n as f64, 1.0, EXPERTS_MAX as f64)?;
@@ -203,7 +218,7 @@ impl ModelConfig {
     /// The id of every weight of this model, as the container stores them.
     pub fn weight_ids(&self) -> impl Iterator<Item = WeightId> + '_ {
         let mut parts: Vec<LayerWeight> = Vec::new();
-        for part in self.names.parts().filter(|&part| self.has(part)) {
+        for part in self.names.parts() {
             match (part, self.experts) {
                 (LayerWeight::Expert(_, matrix), Some(experts)) => {
                     parts.extend((0..experts.n).map(|expert| LayerWeight::Expert(expert, matrix)));
@@ -211,51 +226,108 @@ impl ModelConfig {
                 _ => parts.push(part),
             }
         }
-        let n = parts.len();
-        let layers = (0..self.n_layers * n).map(move |i| WeightId::Layer(i / n, parts[i % n]));
+        let layers = (0..self.n_layers).flat_map(move |index| {
+            let parts: Vec<LayerWeight> =
+                parts.iter().copied().filter(|&part| self.has(index, part)).collect();
+            parts.into_iter().map(move |part| WeightId::Layer(index, part))
+        });
         let head = (!self.tied_head).then_some(WeightId::LmHead);
         [WeightId::Embed].into_iter().chain(layers).chain([WeightId::OutputNorm]).chain(head)
     }
 
-    /// True if layers of the model have this weight.
-    fn has(&self, part: LayerWeight) -> bool {
+    /// True if layer `index` is recurrent instead of attention.
+    pub fn is_recurrent(&self, index: usize) -> bool {
+        self.recurrent[index]
+    }
+
+    /// Recurrent layers.
+    pub fn n_recurrent(&self) -> usize {
+        self.recurrent.iter().filter(|&&recurrent| recurrent).count()
+    }
+
+    /// Layers with attention, which have keys and values.
+    pub fn n_attention(&self) -> usize {
+        self.n_layers - self.n_recurrent()
+    }
+
+    /// Numbers (f32) of the recurrent state of one sequence, all layers; 0 for a model without recurrent layers.
+    pub fn state_len(&self) -> usize {
+        self.delta_net.map_or(0, |delta_net| self.n_recurrent() * delta_net.state_len())
+    }
+
+    /// True if layer `index` has this weight.
+    fn has(&self, index: usize, part: LayerWeight) -> bool {
+        let has_attention = !self.is_recurrent(index);
         match part {
             LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
             LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
-            LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => self.qkv_bias,
-            LayerWeight::OBias => self.o_bias,
+            LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => self.qkv_bias && has_attention,
+            LayerWeight::OBias => self.o_bias && has_attention,
             LayerWeight::GateBias | LayerWeight::UpBias | LayerWeight::DownBias => self.mlp_bias,
-            LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm,
+            LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm && has_attention,
             LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
                 self.experts.is_none()
             }
             LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => self.experts.is_some(),
-            LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => true,
+            LayerWeight::ExpertsGateUp => self.experts.is_some(),
+            LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some(),
+            LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => {
+                has_attention
+            }
+            LayerWeight::QAndGate | LayerWeight::AttnGate => has_attention,
+            LayerWeight::Delta(_) => !has_attention,
         }
     }
 
-    /// Returns the stored weight that contains the rows of a layer's matrix, and the first of these rows.
-    pub fn stored_in(&self, part: LayerWeight) -> (LayerWeight, usize) {
+    /// Returns the stored weight that contains the rows of a layer's matrix, and where they are in it.
+    pub fn stored_in(&self, part: LayerWeight) -> (LayerWeight, RowMap) {
         let stores = |part| self.names.parts().any(|stored| stored == part);
-        let (q, kv) = (self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
-        match part {
+        let (d, q, kv) = (self.d_head, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
+        let (stored, first) = match part {
+            LayerWeight::Delta(part) => return self.stored_delta(part),
+            LayerWeight::Q if stores(LayerWeight::QAndGate) => {
+                return (LayerWeight::QAndGate, RowMap::groups(0, d, 2 * d));
+            }
+            LayerWeight::AttnGate => return (LayerWeight::QAndGate, RowMap::groups(d, d, 2 * d)),
             LayerWeight::Q if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, 0),
             LayerWeight::K if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q),
             LayerWeight::V if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q + kv),
             LayerWeight::Gate if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, 0),
             LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_ff),
+            LayerWeight::Expert(expert, ExpertPart::Gate) if stores(LayerWeight::ExpertsGateUp) => {
+                (LayerWeight::ExpertsGateUp, 2 * expert * self.d_ff)
+            }
+            LayerWeight::Expert(expert, ExpertPart::Up) if stores(LayerWeight::ExpertsGateUp) => {
+                (LayerWeight::ExpertsGateUp, (2 * expert + 1) * self.d_ff)
+            }
             LayerWeight::Expert(expert, matrix) if stores(LayerWeight::Experts(matrix)) => {
                 (LayerWeight::Experts(matrix), expert * self.expert_shape(matrix)[0])
             }
             other => (other, 0),
-        }
+        };
+        (stored, RowMap::from_row(first))
+    }
+
+    /// As [`ModelConfig::stored_in`], for a weight of a recurrent layer.
+    fn stored_delta(&self, part: DeltaWeight) -> (LayerWeight, RowMap) {
+        use DeltaWeight::{A, B, Ba, K, Q, Qkv, Qkvz, V, Z};
+        let candidates: &[DeltaWeight] = match part {
+            Q | K | V => &[Qkv, Qkvz],
+            Z => &[Qkvz],
+            A | B => &[Ba],
+            _ => &[],
+        };
+        let stores = |fused| self.names.parts().any(|stored| stored == LayerWeight::Delta(fused));
+        let fused = candidates.iter().copied().find(|&fused| stores(fused)).unwrap_or(part);
+        let rows = self.delta_net.map_or(RowMap::from_row(0), |delta_net| delta_net.rows_in(fused, part));
+        (LayerWeight::Delta(fused), rows)
     }
 
     /// As [`ModelConfig::stored_in`], for any weight.
-    pub fn stored_weight(&self, id: WeightId) -> (WeightId, usize) {
-        let WeightId::Layer(index, part) = id else { return (id, 0) };
-        let (stored, first) = self.stored_in(part);
-        (WeightId::Layer(index, stored), first)
+    pub fn stored_weight(&self, id: WeightId) -> (WeightId, RowMap) {
+        let WeightId::Layer(index, part) = id else { return (id, RowMap::from_row(0)) };
+        let (stored, rows) = self.stored_in(part);
+        (WeightId::Layer(index, stored), rows)
     }
 
     /// The shape of a weight, slowest dimension first.
@@ -274,7 +346,8 @@ impl ModelConfig {
                 LayerWeight::AttnNorm | LayerWeight::AttnPostNorm => vec![d],
                 LayerWeight::FfnNorm | LayerWeight::FfnPostNorm => vec![d],
                 LayerWeight::Qkv => vec![q + 2 * kv, d],
-                LayerWeight::Q => vec![q, d],
+                LayerWeight::QAndGate => vec![2 * q, d],
+                LayerWeight::Q | LayerWeight::AttnGate => vec![q, d],
                 LayerWeight::K | LayerWeight::V => vec![kv, d],
                 LayerWeight::QBias => vec![q],
                 LayerWeight::KBias | LayerWeight::VBias => vec![kv],
@@ -291,6 +364,15 @@ impl ModelConfig {
                 LayerWeight::Experts(matrix) => {
                     let [rows, columns] = self.expert_shape(matrix);
                     vec![n_experts, rows, columns]
+                }
+                LayerWeight::ExpertsGateUp => vec![n_experts, 2 * self.d_ff, d],
+                LayerWeight::Shared(matrix) => {
+                    let d_shared = self.d_shared.unwrap_or(0);
+                    if matrix == ExpertPart::Down { vec![d, d_shared] } else { vec![d_shared, d] }
+                }
+                LayerWeight::SharedScale => vec![1, d],
+                LayerWeight::Delta(part) => {
+                    self.delta_net.map_or(Vec::new(), |delta_net| delta_net.shape(part, d))
                 }
             },
         }

@@ -1,6 +1,8 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+mod qwen;
+
 use crate::arch::bias::{Bias, Biases};
 use crate::arch::rope::{LocalRope, RopeRules};
 use crate::arch::weight_id::{
@@ -9,9 +11,11 @@ use crate::arch::weight_id::{
     MIXTRAL_FOLDER_NAMES, NameTable, SEED_OSS_GGUF_NAMES,
 };
 use crate::error::Unsupported;
-use crate::ops::{Gate, HeadWidths};
+use crate::ops::{Gate, HeadWidths, ValueOrder};
 
-pub use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
+pub use qwen::{QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT};
+
+pub use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, WeightId};
 
 /// The properties of one architecture that the forward pass and the loaders use.
 #[derive(Debug)]
@@ -63,6 +67,12 @@ pub struct ArchSpec {
     pub d_ff_key: &'static str,
     /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
+    /// Layers of type `linear_attention` are Gated DeltaNet layers, and the others have a gate of attention's output.
+    pub delta_net: bool,
+    /// The order of value heads of recurrent layers in a GGUF file.
+    pub gguf_value_order: ValueOrder,
+    /// Every mixture of experts has an expert that all tokens use.
+    pub shared_expert: bool,
     /// Row order of q and k in a folder.
     pub folder_rope_rows: RopeRows,
     /// Row order of q and k in a GGUF file.
@@ -202,6 +212,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     rope_switch: false,
     d_ff_key: "intermediate_size",
     experts: None,
+    delta_net: false,
+    gguf_value_order: ValueOrder::Grouped,
+    shared_expert: false,
     folder_rope_rows: RopeRows::HalfSplit,
     gguf_rope_rows: RopeRows::Interleaved,
     folder_names: &FOLDER_NAMES,
@@ -214,30 +227,6 @@ pub const MISTRAL: ArchSpec = ArchSpec {
     model_type: "mistral",
     biases: Biases::NONE,
     window: WindowRule::All(Some(4096)),
-    ..LLAMA
-};
-
-/// Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen.
-pub const QWEN2: ArchSpec = ArchSpec {
-    architecture: "Qwen2ForCausalLM",
-    model_type: "qwen2",
-    gguf_architecture: "qwen2",
-    biases: Biases::QKV,
-    window: WindowRule::SwitchedFromLayer,
-    gguf_rope_rows: RopeRows::HalfSplit,
-    ..LLAMA
-};
-
-/// Qwen3, dense.
-pub const QWEN3: ArchSpec = ArchSpec {
-    architecture: "Qwen3ForCausalLM",
-    model_type: "qwen3",
-    gguf_architecture: "qwen3",
-    biases: Biases::ATTENTION,
-    qk_norm: QkNorm::Head,
-    d_head_default: Some(128),
-    window: WindowRule::SwitchedFromLayer,
-    gguf_rope_rows: RopeRows::HalfSplit,
     ..LLAMA
 };
 
@@ -426,22 +415,8 @@ pub const MIXTRAL: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
-/// Qwen3 with a mixture of experts in every layer.
-pub const QWEN3_MOE: ArchSpec = ArchSpec {
-    architecture: "Qwen3MoeForCausalLM",
-    model_type: "qwen3_moe",
-    gguf_architecture: "qwen3moe",
-    window: WindowRule::Switched,
-    experts: Some(ExpertKeys {
-        n: "num_experts",
-        d_ff: "moe_intermediate_size",
-        normalize: Some("norm_topk_prob"),
-    }),
-    ..QWEN3
-};
-
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 19] = [
+pub static ARCHITECTURES: [ArchSpec; 22] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -461,6 +436,9 @@ pub static ARCHITECTURES: [ArchSpec; 19] = [
     GEMMA3,
     MIXTRAL,
     QWEN3_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

@@ -1,5 +1,12 @@
 //! Ids of the weights of a model, and their names in each container.
 
+mod hybrid;
+
+pub use hybrid::{
+    QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES,
+    QWEN3_NEXT_GGUF_NAMES,
+};
+
 /// One weight of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum WeightId {
@@ -38,6 +45,10 @@ pub enum LayerWeight {
     KBias,
     /// `[n_kv_heads * d_head]`, with `qkv_bias`.
     VBias,
+    /// The rows of each head's query, then those of its gate, where a container fuses them.
+    QAndGate,
+    /// Gate of the output of attention, `[n_heads * d_head, d_model]`.
+    AttnGate,
     /// Norm of each query head, `[d_head]`, or of all, `[n_heads * d_head]`, with `qk_norm`.
     QNorm,
     /// As `QNorm`, of the keys.
@@ -66,6 +77,49 @@ pub enum LayerWeight {
     Expert(usize, ExpertPart),
     /// The matrices of all experts, `[n_experts, ..]`, where a container stacks them.
     Experts(ExpertPart),
+    /// Gate over up of each expert, `[n_experts, 2 * d_ff, d_model]`, where a container stacks and fuses them.
+    ExpertsGateUp,
+    /// A matrix of the expert that all tokens use.
+    Shared(ExpertPart),
+    /// Weight of the shared expert in a row before the sigmoid, `[1, d_model]`.
+    SharedScale,
+    /// A weight of a recurrent layer.
+    Delta(DeltaWeight),
+}
+
+/// One weight of a Gated DeltaNet layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum DeltaWeight {
+    /// Query, key and value projections stacked by rows, where a container fuses them.
+    Qkv,
+    /// Query, key, value and output gate projections by key head, where a container fuses them.
+    Qkvz,
+    /// Projections to write strengths and decays by key head, where a container fuses them.
+    Ba,
+    /// Query projection, `[n_keys * d_key, d_model]`.
+    Q,
+    /// Key projection, `[n_keys * d_key, d_model]`.
+    K,
+    /// Value projection, `[n_values * d_value, d_model]`.
+    V,
+    /// Projection to the gate of the output, `[n_values * d_value, d_model]`.
+    Z,
+    /// Projection to the write strength of each value head, `[n_values, d_model]`.
+    B,
+    /// Projection to the decay of each value head, `[n_values, d_model]`.
+    A,
+    /// Short convolution of queries, keys and values, `[channels, 1, n_taps]`, the newest tap last.
+    Conv,
+    /// Logarithm of each value head's decay rate, `[n_values]`.
+    ALog,
+    /// Each value head's decay rate times -1, `[n_values]`, where a container has it instead of `ALog`.
+    MinusRate,
+    /// Added to `A`, `[n_values]`.
+    DtBias,
+    /// Norm of each value head's output, `[d_value]`.
+    Norm,
+    /// Output projection, `[d_model, n_values * d_value]`.
+    Out,
 }
 
 impl LayerWeight {
@@ -74,7 +128,7 @@ impl LayerWeight {
     /// The biases of the feed-forward block.
     pub(crate) const MLP_BIASES: &[Self] = &[Self::GateBias, Self::UpBias, Self::DownBias];
 
-    /// True for the weights of norms.
+    /// True for the weights of norms from which a folder subtracts the architecture's offset.
     pub fn is_norm(self) -> bool {
         matches!(
             self,
@@ -124,6 +178,8 @@ pub struct NameTable {
     pub in_layer: &'static [Names],
     /// Endings of the names of tensors that are ignored, because the forward pass does not need them.
     pub ignored_endings: &'static [&'static str],
+    /// Prefixes of tensors that are skipped: heads that predict several tokens.
+    pub skipped: &'static [&'static str],
 }
 
 const TWO_NORMS: Names = &[
@@ -173,6 +229,7 @@ pub const FOLDER_NAMES: NameTable = NameTable {
     in_layer: &[TWO_NORMS, ATTENTION, QK_NORMS, FEED_FORWARD],
     // Old checkpoints saved the rope frequencies, which follow from the configuration.
     ignored_endings: &[".rotary_emb.inv_freq"],
+    skipped: &[],
 };
 
 /// Names in a folder of an architecture with norms after each block (Gemma, OLMo 2).
@@ -292,6 +349,7 @@ pub const GGUF_NAMES: NameTable = NameTable {
     layer: "blk.",
     in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_FEED_FORWARD],
     ignored_endings: &[],
+    skipped: &[],
 };
 
 /// Names in a GGUF file of Seed-OSS: the norm before the feed-forward block has the name of one after attention.

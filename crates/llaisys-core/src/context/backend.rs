@@ -72,6 +72,9 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Fills `cells` with NaN in all layers.
     fn nan_fill(&mut self, cells: &[u32]) -> Result<()>;
 
+    /// Fills recurrent states with NaN in all layers.
+    fn nan_fill_states(&mut self, _states: &[u32]) {}
+
     /// Fills every cell with NaN in all layers.
     fn nan_fill_all(&mut self) -> Result<()>;
 

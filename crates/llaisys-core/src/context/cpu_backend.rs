@@ -13,7 +13,7 @@ use crate::faults::fault_point;
 use crate::forward::decoder::{Decoder, ForwardRows, HeadScratch, KvLayers, Workspace};
 use crate::forward::shard::Shard;
 use crate::forward::weights::{PackSettings, Replacement, Weights};
-use crate::kv::{Copies, Storage};
+use crate::kv::{Copies, StateStorage, Storage, n_states};
 use crate::load::checkpoint::Checkpoint;
 use crate::ops::dispatch::Kernels;
 use crate::ops::{OpContext, PrunedArgmaxScratch, rope_shift};
@@ -29,6 +29,7 @@ pub(super) struct Rank {
     pub(super) ops: OpContext,
     pub(super) work: Workspace,
     pub(super) storage: Storage,
+    states: StateStorage,
     head: HeadScratch,
     pruned_argmax: PrunedArgmaxScratch,
     /// The result of the last [`Rank::pruned_argmax`].
@@ -48,19 +49,27 @@ pub(crate) struct CpuBackend {
 /// A rank's layers as the forward pass uses them. On rank 0 each layer counts as progress.
 struct Layers<'a> {
     storage: &'a mut Storage,
+    states: &'a mut StateStorage,
     progress: Option<&'a Progress>,
 }
 
 impl KvLayers for Layers<'_> {
+    fn begin_layer(&mut self) {
+        if let Some(progress) = self.progress {
+            progress.begin_layer();
+            fault_point!(panic "decode.layer");
+        }
+    }
+
+    fn states_mut(&mut self, index: usize) -> &mut [f32] {
+        self.states.layer_mut(index)
+    }
+
     fn layer(&self, index: usize) -> KvLayer<'_> {
         self.storage.layer(index)
     }
 
     fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_> {
-        if let Some(progress) = self.progress {
-            progress.begin_layer();
-            fault_point!(panic "decode.layer");
-        }
         self.storage.layer_mut(index)
     }
 }
@@ -76,9 +85,12 @@ impl Rank {
         let model = decoder.config();
         let ops = OpContext::new(kernels, pool, config.n_batch, Workspace::max_columns(model))?;
         let work = Workspace::new(model, config.n_batch)?;
-        let storage = Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        let storage =
+            Storage::new(model.n_attention(), config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        let state_len = model.delta_net.map_or(0, |delta_net| delta_net.state_len());
+        let states = StateStorage::new(model.n_recurrent(), n_states(config.n_seq_max), state_len)?;
         let (head, pruned_argmax) = (HeadScratch::default(), PrunedArgmaxScratch::default());
-        Ok(Self { decoder, ops, work, storage, head, pruned_argmax, ids: Vec::new() })
+        Ok(Self { decoder, ops, work, storage, states, head, pruned_argmax, ids: Vec::new() })
     }
 
     /// Runs [`Decoder::forward`] on this rank.
@@ -87,7 +99,8 @@ impl Rank {
         if !is_first {
             fault_point!("decode.rank");
         }
-        let mut layers = Layers { storage: &mut self.storage, progress: is_first.then_some(progress) };
+        let (storage, states) = (&mut self.storage, &mut self.states);
+        let mut layers = Layers { storage, states, progress: is_first.then_some(progress) };
         Ok(self.decoder.forward(&mut self.ops, rows, &mut layers, &mut self.work)?)
     }
 
@@ -226,9 +239,11 @@ impl Backend for CpuBackend {
 
     fn shift_cells(&mut self, cells: &[u32], delta: i32) -> Result<()> {
         for Rank { decoder, ops, storage, .. } in &mut self.ranks {
-            for layer in 0..decoder.config().n_layers {
+            let config = decoder.config();
+            let layers = (0..config.n_layers).filter(|&layer| !config.is_recurrent(layer));
+            for (number, layer) in layers.enumerate() {
                 if let Some(rope) = decoder.rope(layer) {
-                    rope_shift(ops, storage.layer_mut(layer), cells, delta, rope);
+                    rope_shift(ops, storage.layer_mut(number), cells, delta, rope);
                 }
             }
         }
@@ -250,6 +265,10 @@ impl Backend for CpuBackend {
     fn nan_fill(&mut self, cells: &[u32]) -> Result<()> {
         self.storages().for_each(|storage| storage.nan_fill(cells));
         Ok(())
+    }
+
+    fn nan_fill_states(&mut self, states: &[u32]) {
+        self.ranks.iter_mut().for_each(|rank| rank.states.nan_fill(states));
     }
 
     fn nan_fill_all(&mut self) -> Result<()> {

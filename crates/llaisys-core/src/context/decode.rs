@@ -4,8 +4,9 @@ use super::Context;
 use super::backend::{Backend, StepBatch};
 use super::layout::Layout;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
+use super::state_rows::StateRows;
 use crate::batch::{Batch, BatchArrays, output};
-use crate::error::Result;
+use crate::error::{KvError, Rejected, Result};
 use crate::faults::fault_point;
 use crate::forward::decoder::ForwardRows;
 use crate::kv::{KvCache, KvRow, Reservation};
@@ -68,6 +69,11 @@ impl Context {
         let batch = Batch::new(request.arrays, self.limits())?;
         let vocab_size = self.config().vocab_size;
         let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
+        if self.state_rows.is_some()
+            && let Some(row) = (0..batch.n_rows()).find(|&row| batch.is_draft(row))
+        {
+            return Err(Rejected::Kv(KvError::RecurrentDraft { row }).into());
+        }
         self.nan_fill_freed()?;
         fault_point!("decode.prepare");
         self.broken = true;
@@ -79,6 +85,7 @@ impl Context {
         let mut step = Step {
             backend: &mut *self.backend,
             layout: &mut self.layout,
+            state_rows: self.state_rows.as_mut(),
             progress: &progress,
             samplers: &mut self.samplers,
             batch: &batch,
@@ -194,6 +201,7 @@ impl DecodeResult {
 struct Step<'a> {
     backend: &'a mut dyn Backend,
     layout: &'a mut Layout,
+    state_rows: Option<&'a mut StateRows>,
     progress: &'a Progress,
     samplers: &'a mut SamplerBank,
     batch: &'a Batch,
@@ -260,12 +268,15 @@ impl<'a> Step<'a> {
     /// Computes `rows`, at most `n_batch` of them, and their outputs.
     fn pass(&mut self, kv: &KvCache, row_cells: &[u32], rows: Range<usize>) -> Result<()> {
         self.layout.fill(kv, self.batch, row_cells, rows.clone());
+        let batch = self.batch;
+        let recurrent = self.state_rows.as_mut().map(|states| states.fill(kv, batch, rows.clone()));
         let forward = ForwardRows {
             tokens: &self.batch.tokens[rows.clone()],
             positions: &self.batch.positions[rows.clone()],
             cells: &row_cells[rows.clone()],
             attention: self.layout.attention(),
             windowed: self.layout.windowed(),
+            recurrent,
         };
         self.backend.forward(&forward, self.progress)?;
         fault_point!("decode.forward");

@@ -204,12 +204,19 @@ struct OneLayer<'a> {
 }
 
 impl KvLayers for OneLayer<'_> {
+    fn begin_layer(&mut self) {
+        self.progress.begin_layer();
+    }
+
+    fn states_mut(&mut self, _index: usize) -> &mut [f32] {
+        &mut [] // encoders have no recurrent layers
+    }
+
     fn layer(&self, index: usize) -> KvLayer<'_> {
         self.storage.layer(index)
     }
 
     fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_> {
-        self.progress.begin_layer();
         self.storage.layer_mut(index)
     }
 }

@@ -3,11 +3,13 @@
 
 use super::ContextConfig;
 use crate::arch::config::{Experts, ModelConfig};
+use crate::arch::delta_net::DeltaNet;
 use crate::arch::rope::{QueryScaling, RopeConfig, RopeScaling};
 use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
 use crate::load::checkpoint::Checkpoint;
+use crate::ops::{DeltaHeads, ValueOrder};
 use std::fmt::Display;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -110,6 +112,8 @@ impl Text {
             query_scaling,
             window,
             windowed,
+            delta_net,
+            recurrent,
             score_scale,
             attn_soft_cap,
             logit_soft_cap,
@@ -117,6 +121,7 @@ impl Text {
             residual_scale,
             logit_scale,
             experts,
+            d_shared,
             tied_head,
             qkv_bias,
             o_bias,
@@ -168,6 +173,21 @@ impl Text {
             self.put("n_experts", n);
             self.put("n_experts_used", n_used);
             self.put("normalize_experts", normalize);
+        }
+        if let Some(d_shared) = d_shared {
+            self.put("d_shared", d_shared);
+        }
+        if let Some(DeltaNet { heads, n_taps }) = delta_net {
+            let DeltaHeads { n_keys, n_values, d_key, d_value, order } = heads;
+            self.put("delta_net", format_args!("{n_keys} {n_values} {d_key} {d_value} {n_taps}"));
+            self.put(
+                "delta_net.order",
+                match order {
+                    ValueOrder::Grouped => "grouped",
+                    ValueOrder::Alternating => "alternating",
+                },
+            );
+            self.layers("recurrent", recurrent);
         }
         self.put("tied_head", tied_head);
         self.put("qkv_bias", qkv_bias);

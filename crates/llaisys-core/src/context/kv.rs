@@ -236,6 +236,7 @@ impl Context {
         if !self.config.nan_fill {
             return Ok(());
         }
+        self.backend.nan_fill_states(&self.kv.take_freed_states());
         let freed = self.kv.take_freed_cells();
         self.backend.invalidate_cells(&|cell| freed.contains(&cell));
         self.backend.nan_fill(&freed)

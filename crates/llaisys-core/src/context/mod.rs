@@ -12,6 +12,7 @@ pub(crate) mod fingerprint;
 mod kv;
 mod layout;
 pub(crate) mod sampling;
+mod state_rows;
 #[cfg(test)]
 mod tests;
 
@@ -39,6 +40,7 @@ use fingerprint::{Fingerprint, kv_dtype_name};
 use kv::Change;
 use layout::Layout;
 use sampling::SamplerBank;
+use state_rows::StateRows;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -116,6 +118,8 @@ pub struct Context {
     names: WeightNames,
     backend: Box<dyn Backend>,
     layout: Layout,
+    /// Of a model with recurrent layers.
+    state_rows: Option<StateRows>,
     kv: KvCache,
     samplers: SamplerBank,
     fingerprint: Fingerprint,
@@ -158,14 +162,18 @@ impl Context {
         fingerprint: Fingerprint,
     ) -> Result<Self> {
         let model = checkpoint.config().clone();
-        let mut kv = KvCache::new(config.kv_shape())?;
+        let shape = config.kv_shape();
+        let is_recurrent = model.delta_net.is_some();
+        let mut kv = if is_recurrent { KvCache::with_states(shape)? } else { KvCache::new(shape)? };
         config.nan_fill |= cfg!(debug_assertions);
         if config.nan_fill {
             backend.nan_fill_all()?;
             kv.take_freed_cells();
+            kv.take_freed_states();
         }
         Ok(Self {
             layout: Layout::new(config.n_seq_max, model.window),
+            state_rows: is_recurrent.then(|| StateRows::new(config.n_seq_max)),
             kv,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
             fingerprint,
@@ -221,7 +229,8 @@ impl Context {
     /// Replaces one tensor, by its name in the checkpoint, with `values` of the checkpoint's shape in its row
     /// order. Cells computed with the old values stay as they are.
     ///
-    /// Errors: an unknown name, another shape, a tensor in quantized blocks, a model that is split over ranks.
+    /// Errors: an unknown name, another shape, a tensor in quantized blocks, a model that is split over ranks or has
+    /// recurrent layers.
     pub fn replace_weight(&mut self, name: &str, shape: &[usize], values: &[f32]) -> Result<()> {
         fault_point!("weights.replace");
         let Some(id) = self.names.weight_id(name) else {
@@ -232,6 +241,10 @@ impl Context {
         if shape != want || values.len() != n_values {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
+        }
+        if self.model.delta_net.is_some() {
+            let (name, stored) = (name.to_owned(), "weights of a model with recurrent layers");
+            return Err(Unsupported::ReplaceWeight { name, stored, given: "new values" }.into());
         }
         if self.config.n_ranks > 1 {
             let (name, stored) = (name.to_owned(), "parts on several ranks");

@@ -57,6 +57,17 @@ pub enum KvError {
     /// Positions of a node that do not continue the sequence.
     #[error("position {position} does not continue sequence slot {slot}; expected position {expected}")]
     NotAtEnd { slot: u32, position: i32, expected: i32 },
+    /// A call that needs the recurrent state after another position than the last one of a sequence.
+    #[error(
+        "the call {does} at positions where recurrent layers have no state; only whole sequences can be used"
+    )]
+    Recurrent { does: &'static str },
+    /// A row of several sequences in a model with recurrent layers.
+    #[error("row {row} belongs to several sequences; with recurrent layers each row has its own sequence")]
+    RecurrentCoupled { row: usize },
+    /// A draft in a model with recurrent layers.
+    #[error("row {row} is a draft; recurrent layers have no state to return to if it is rejected")]
+    RecurrentDraft { row: usize },
     /// A cut outside the node.
     #[error("cache node {node} has positions {start} to {end} - 1 and cannot be cut at {at}")]
     NodeBounds { node: u64, at: i32, start: i32, end: i32 },

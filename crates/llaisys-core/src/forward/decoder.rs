@@ -1,6 +1,6 @@
 //! The forward pass: one list of op calls for every architecture, in the order of the papers. Models are transformers
 //! with rotary positions, grouped queries and a gated feed-forward block (arXiv:2302.13971, arXiv:2305.13245), with
-//! norms before or after each block, and with or without experts (arXiv:2401.04088).
+//! norms before or after each block, with or without experts (arXiv:2401.04088) and recurrent layers (`delta_net`).
 //!
 //! In a model that is split ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are
 //! summed where they join the residual stream, of which every rank has all columns.
@@ -9,9 +9,13 @@ use super::workspace::{Activations, ExpertRows};
 use crate::arch::config::{Experts, ModelConfig};
 use crate::arch::spec::QkNorm;
 use crate::error::DeviceError;
-use crate::forward::weights::{FeedForward, LayerWeights, Mlp, Projection, Weights};
+use crate::forward::weights::{
+    Attention, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert, Weights,
+};
 use crate::ops::packed::PackedMatrix;
-use crate::ops::{self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RopeTable, Scoring};
+use crate::ops::{
+    self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows, RopeTable, Scoring,
+};
 use crate::tensor::{KvLayer, KvLayerMut};
 
 pub use super::workspace::{HeadScratch, Workspace};
@@ -29,14 +33,21 @@ pub struct ForwardRows<'a> {
     pub attention: AttentionRows<'a>,
     /// The cells that each row sees in layers with a sliding window, in a model with such layers.
     pub windowed: Option<AttentionRows<'a>>,
+    /// The rows of each sequence and its states, in a model with recurrent layers.
+    pub recurrent: Option<RecurrentRows<'a>>,
 }
 
-/// The keys and values of each layer. The forward pass uses nothing else of the cache.
+/// The keys and values of each layer with attention, and the states of each recurrent layer, both numbered from 0. The
+/// forward pass uses nothing else of the cache.
 pub trait KvLayers {
-    /// Layer `index`, to read.
+    /// The next layer begins.
+    fn begin_layer(&mut self);
+    /// Attention layer `index`, to read.
     fn layer(&self, index: usize) -> KvLayer<'_>;
-    /// Layer `index`, to write.
+    /// Attention layer `index`, to write.
     fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_>;
+    /// All states of recurrent layer `index`, `[n_states, state_len]`.
+    fn states_mut(&mut self, index: usize) -> &mut [f32];
 }
 
 /// The weights of a model, or a rank's part of them, and the configuration of the forward pass.
@@ -93,8 +104,23 @@ impl Decoder {
             scaling.factors(rows.positions, w.query_factors);
         }
         let mut pass = Pass { rows, kv, w };
+        let (mut n_attention, mut n_recurrent) = (0, 0);
         for (index, layer) in self.weights.layers.iter().enumerate() {
-            self.attention(cx, index, &mut pass)?;
+            pass.kv.begin_layer();
+            match (&layer.mixer, &self.config.delta_net) {
+                (Mixer::DeltaNet(weights), Some(config)) => {
+                    normalized(cx, layer.attn_norm.as_ref(), self.config.rms_eps, pass.w.x, pass.w.normed);
+                    self.delta_net(cx, n_recurrent, weights, config, &mut pass)?;
+                    n_recurrent += 1;
+                }
+                (Mixer::Attention(weights), _) => {
+                    self.attention(cx, LayerNumber { index, of_kind: n_attention }, weights, &mut pass)?;
+                    n_attention += 1;
+                }
+                (Mixer::DeltaNet(_), None) => {
+                    unreachable!("recurrent layers are packed by the configuration")
+                }
+            }
             self.feed_forward(cx, layer, &mut pass.w)?;
         }
         Ok(())
@@ -118,16 +144,25 @@ impl Decoder {
         cx.collective.all_reduce_sum(x)
     }
 
-    /// Adds the output of layer `index`'s attention to the residual stream.
-    fn attention(&self, cx: &mut OpContext, index: usize, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
+    /// Adds the output of a layer's attention to the residual stream.
+    fn attention(
+        &self,
+        cx: &mut OpContext,
+        LayerNumber { index, of_kind }: LayerNumber,
+        weights: &Attention,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), DeviceError> {
         let (config, layer) = (&self.config, &self.weights.layers[index]);
         let (rows, w) = (pass.rows, &mut pass.w);
         let input = normalized(cx, layer.attn_norm.as_ref(), config.rms_eps, w.x, w.normed);
-        let qkv = [layer.q.part(), layer.k.part(), layer.v.part()];
+        let qkv = [weights.q.part(), weights.k.part(), weights.v.part()];
         ops::linear(cx, input, &qkv, &mut [&mut *w.q, &mut *w.k, &mut *w.v]);
+        if let Some(weight) = &weights.gate {
+            ops::linear(cx, input, &[ops::LinearPart { weight, bias: None }], &mut [&mut *w.attn_gate]);
+        }
         let norms_rotated = config.arch.qk_norm == QkNorm::RotatedHead;
         if !norms_rotated {
-            self.normalize_heads(cx, layer, w);
+            self.normalize_heads(cx, weights, w);
         }
         if config.rotated[index] {
             let is_local = config.windowed[index] && self.local_rope.is_some();
@@ -136,22 +171,26 @@ impl Decoder {
             ops::rope(cx, w.k, config.head_widths(), cos, sin);
         }
         if norms_rotated {
-            self.normalize_heads(cx, layer, w);
+            self.normalize_heads(cx, weights, w);
         }
         if config.query_scaling.is_some() {
             ops::scale_rows(cx, w.q, w.query_factors);
         }
-        ops::kv_store(cx, pass.kv.layer_mut(index), rows.cells, w.k, w.v);
+        ops::kv_store(cx, pass.kv.layer_mut(of_kind), rows.cells, w.k, w.v);
         let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
         let seen = rows.windowed.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
-        ops::attention(cx, Queries { q: w.q, scoring }, pass.kv.layer(index), seen, w.attended);
-        let branch = Branch { input: w.attended, projection: &layer.o, norm: layer.attn_post_norm.as_ref() };
+        ops::attention(cx, Queries { q: w.q, scoring }, pass.kv.layer(of_kind), seen, w.attended);
+        if weights.gate.is_some() {
+            ops::sigmoid_gate(cx, w.attended, w.attn_gate);
+        }
+        let branch =
+            Branch { input: w.attended, projection: &weights.o, norm: layer.attn_post_norm.as_ref() };
         self.add_projection(cx, branch, w.x, w.normed)
     }
 
     /// Normalizes queries and keys, if the model does.
-    fn normalize_heads(&self, cx: &OpContext, layer: &LayerWeights, w: &mut Activations<'_>) {
-        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+    fn normalize_heads(&self, cx: &OpContext, weights: &Attention, w: &mut Activations<'_>) {
+        if let (Some(q_norm), Some(k_norm)) = (&weights.q_norm, &weights.k_norm) {
             ops::rms_norm_in_place(cx, w.q, q_norm, self.config.rms_eps);
             ops::rms_norm_in_place(cx, w.k, k_norm, self.config.rms_eps);
         }
@@ -167,8 +206,9 @@ impl Decoder {
         let input = normalized(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, w.x, w.normed);
         let norm = layer.ffn_post_norm.as_ref();
         match (&layer.feed_forward, self.config.experts) {
-            (FeedForward::Experts { router, experts }, Some(config)) => {
-                let mixture = Mixture { router, experts, config, input, inner: w.inner };
+            (FeedForward::Experts { router, experts, shared }, Some(config)) => {
+                let shared = shared.as_ref();
+                let mixture = Mixture { router, experts, shared, config, input, inner: w.inner };
                 self.experts(cx, mixture, &mut w.experts);
                 cx.collective.all_reduce_sum(w.experts.sum)?;
                 self.add_branch(cx, w.experts.sum, norm, w.x);
@@ -183,7 +223,7 @@ impl Decoder {
     }
 
     /// Computes the weighted sum of the outputs of each row's experts. They are added in ascending order of the
-    /// experts, so that the sum does not depend on which rows are computed together.
+    /// experts, then the shared one, so that the sum does not depend on which rows are computed together.
     fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
         let router = ops::LinearPart { weight: mixture.router, bias: None };
@@ -209,12 +249,29 @@ impl Decoder {
             ops::linear(cx, inner, &[mlp.down.part()], &mut [&mut *out]);
             ops::scatter_add(w.sum, d_model, w.rows, w.weights, out);
         }
+        if let Some(SharedExpert { mlp, scale }) = mixture.shared {
+            let n = mixture.input.len() / d_model;
+            w.rows.clear();
+            w.rows.extend(0..n as u32);
+            w.weights.clear();
+            w.weights.resize(n, 0.0);
+            ops::linear(
+                cx,
+                mixture.input,
+                &[ops::LinearPart { weight: scale, bias: None }],
+                &mut [&mut *w.weights],
+            );
+            w.weights.iter_mut().for_each(|weight| *weight = 1.0 / (1.0 + (-*weight).exp()));
+            ops::linear_gated(cx, mixture.input, mlp.gated_part(self.gate), w.shared_inner);
+            ops::linear(cx, w.shared_inner, &[mlp.down.part()], &mut [&mut *w.out]);
+            ops::scatter_add(w.sum, d_model, w.rows, w.weights, w.out);
+        }
     }
 
     /// Adds the projection of a branch to the residual stream `x`. With several ranks it is summed over them first, and
     /// with a norm it is normalized; either needs `scratch`, of the length of `x`, and so does a bias, which the first
     /// rank adds.
-    fn add_projection(
+    pub(super) fn add_projection(
         &self,
         cx: &mut OpContext,
         branch: Branch<'_>,
@@ -309,25 +366,33 @@ impl Decoder {
 }
 
 /// The output of a layer's attention or feed-forward block, to be added to the residual stream.
-struct Branch<'a> {
-    input: &'a mut [f32],
+pub(super) struct Branch<'a> {
+    pub(super) input: &'a mut [f32],
     /// The projection back to the width of the model.
-    projection: &'a Projection,
+    pub(super) projection: &'a Projection,
     /// Norm of the projected values.
-    norm: Option<&'a Vec<f32>>,
+    pub(super) norm: Option<&'a Vec<f32>>,
+}
+
+/// The number of a layer, and its number among those of its kind.
+#[derive(Debug, Clone, Copy)]
+struct LayerNumber {
+    index: usize,
+    of_kind: usize,
 }
 
 /// One forward pass: its rows, the cache, and the activations.
-struct Pass<'a> {
-    rows: &'a ForwardRows<'a>,
-    kv: &'a mut dyn KvLayers,
-    w: Activations<'a>,
+pub(super) struct Pass<'a> {
+    pub(super) rows: &'a ForwardRows<'a>,
+    pub(super) kv: &'a mut dyn KvLayers,
+    pub(super) w: Activations<'a>,
 }
 
 /// The mixture of experts of a layer, and its activations.
 struct Mixture<'a> {
     router: &'a PackedMatrix,
     experts: &'a [Mlp],
+    shared: Option<&'a SharedExpert>,
     config: Experts,
     /// `[n, d_model]`
     input: &'a [f32],

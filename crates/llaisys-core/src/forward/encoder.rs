@@ -166,6 +166,7 @@ impl Encoder {
             ropes[1].angles(&work.positions, first(cos, n_angles), first(sin, n_angles));
         }
         for (index, layer) in self.layers.iter().enumerate() {
+            kv.begin_layer();
             self.attention(cx, index, n, kv, work);
             self.feed_forward(cx, layer, n, work);
         }

@@ -42,11 +42,16 @@ impl Shard {
         };
         let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
         let d_ff = divided("the feed-forward width", whole.d_ff)?;
-        if self.world > 1 && whole.qk_norm && whole.arch.qk_norm == QkNorm::Projection {
+        let norms_all_heads = whole.qk_norm && whole.arch.qk_norm == QkNorm::Projection;
+        if self.world > 1 && (norms_all_heads || whole.delta_net.is_some()) {
             return Err(Unsupported::Feature {
                 what: "tensor parallelism of the architecture",
                 value: whole.arch.architecture.to_owned(),
-                supported: "architectures that normalize no queries, or each head by itself",
+                supported: if norms_all_heads {
+                    "architectures that normalize no queries, or each head by itself"
+                } else {
+                    "architectures without recurrent layers"
+                },
             });
         }
         Ok(ModelConfig { n_heads: whole.n_heads / self.world, n_kv_heads, d_ff, ..whole.clone() })
@@ -108,8 +113,14 @@ fn split(id: WeightId) -> Split {
         | LayerWeight::FfnPostNorm => Split::Whole,
         LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router => Split::Whole,
         LayerWeight::OBias | LayerWeight::DownBias => Split::Whole,
-        LayerWeight::Qkv | LayerWeight::GateUp | LayerWeight::Experts(_) => {
-            unreachable!("fused weights are packed by their parts")
+        // Of models that are not split.
+        LayerWeight::AttnGate | LayerWeight::Shared(_) | LayerWeight::SharedScale | LayerWeight::Delta(_) => {
+            Split::Whole
         }
+        LayerWeight::Qkv
+        | LayerWeight::QAndGate
+        | LayerWeight::GateUp
+        | LayerWeight::Experts(_)
+        | LayerWeight::ExpertsGateUp => unreachable!("fused weights are packed by their parts"),
     }
 }

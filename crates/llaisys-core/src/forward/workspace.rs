@@ -28,6 +28,9 @@ pub struct Workspace {
     routes: Routes,
     rows: Vec<u32>,
     weights: Vec<f32>,
+    attn_gate: AlignedBuf,
+    shared_inner: AlignedBuf,
+    delta: [AlignedBuf; 10],
 }
 
 /// Elements in one row of each activation; 0 where the model does not need it.
@@ -44,6 +47,21 @@ struct Widths {
     experts: usize,
     /// Inputs and outputs of one expert.
     expert_model: usize,
+    attn_gate: usize,
+    /// Inner values of the shared expert.
+    shared: usize,
+    /// Keys, values and value heads of a recurrent layer.
+    delta_keys: usize,
+    delta_values: usize,
+    delta_heads: usize,
+}
+
+impl Widths {
+    /// The widths of [`DeltaRows`], in the order of its fields.
+    fn delta(&self) -> [usize; 10] {
+        let Widths { delta_keys: keys, delta_values: values, delta_heads: heads, .. } = *self;
+        [keys, keys, values, keys, keys, values, values, heads, heads, values]
+    }
 }
 
 /// The slices of one pass, each `[n, width]`.
@@ -61,7 +79,25 @@ pub(super) struct Activations<'a> {
     pub(super) local_sin: &'a mut [f32],
     /// `[n]`
     pub(super) query_factors: &'a mut [f32],
+    /// Gates of `attended`.
+    pub(super) attn_gate: &'a mut [f32],
     pub(super) experts: ExpertRows<'a>,
+    pub(super) delta: DeltaRows<'a>,
+}
+
+/// Additional slices for a recurrent layer.
+pub(super) struct DeltaRows<'a> {
+    /// Inputs of the short convolutions of queries, keys and values.
+    pub(super) q_in: &'a mut [f32],
+    pub(super) k_in: &'a mut [f32],
+    pub(super) v_in: &'a mut [f32],
+    pub(super) q: &'a mut [f32],
+    pub(super) k: &'a mut [f32],
+    pub(super) v: &'a mut [f32],
+    pub(super) z: &'a mut [f32],
+    pub(super) b: &'a mut [f32],
+    pub(super) a: &'a mut [f32],
+    pub(super) out: &'a mut [f32],
 }
 
 /// Additional slices for a mixture of experts.
@@ -79,6 +115,8 @@ pub(super) struct ExpertRows<'a> {
     pub(super) out: &'a mut [f32],
     /// `[n, d_model]`
     pub(super) sum: &'a mut [f32],
+    /// Inner values of the shared expert.
+    pub(super) shared_inner: &'a mut [f32],
 }
 
 impl Workspace {
@@ -94,12 +132,21 @@ impl Workspace {
             query_factors: config.query_scaling.map_or(0, |_| 1),
             experts: config.experts.map_or(0, |experts| experts.n),
             expert_model: config.experts.map_or(0, |_| config.d_model),
+            attn_gate: config.delta_net.map_or(0, |_| config.n_heads * config.d_head),
+            shared: config.d_shared.unwrap_or(0),
+            delta_keys: config.delta_net.map_or(0, |delta_net| delta_net.heads.key_width()),
+            delta_values: config.delta_net.map_or(0, |delta_net| delta_net.heads.value_width()),
+            delta_heads: config.delta_net.map_or(0, |delta_net| delta_net.heads.n_values),
         };
         let rows = |width: usize| -> Result<AlignedBuf, DeviceError> {
             AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())
         };
+        let [a, b, c, d, e, f, g, h, i, j] = widths.delta().map(rows);
         Ok(Self {
             widths,
+            attn_gate: rows(widths.attn_gate)?,
+            shared_inner: rows(widths.shared)?,
+            delta: [a?, b?, c?, d?, e?, f?, g?, h?, i?, j?],
             x: rows(widths.model)?,
             normed: rows(widths.model)?,
             q: rows(widths.q)?,
@@ -125,12 +172,32 @@ impl Workspace {
     /// Returns the width of the widest input of a matrix product, for
     /// [`OpContext::new`](crate::ops::OpContext::new).
     pub fn max_columns(config: &ModelConfig) -> usize {
-        config.d_model.max(config.n_heads * config.d_head).max(config.d_ff)
+        let values = config.delta_net.map_or(0, |delta_net| delta_net.heads.value_width());
+        let d_shared = config.d_shared.unwrap_or(0);
+        [config.n_heads * config.d_head, config.d_ff, values, d_shared]
+            .into_iter()
+            .fold(config.d_model, usize::max)
     }
 
     pub(super) fn rows(&mut self, n: usize) -> Activations<'_> {
         let w = self.widths;
+        let mut delta = self.delta.iter_mut().zip(w.delta()).map(|(buffer, width)| first(buffer, n * width));
+        let mut next = || delta.next().expect("a buffer for each width");
+        let delta = DeltaRows {
+            q_in: next(),
+            k_in: next(),
+            v_in: next(),
+            q: next(),
+            k: next(),
+            v: next(),
+            z: next(),
+            b: next(),
+            a: next(),
+            out: next(),
+        };
         Activations {
+            attn_gate: first(&mut self.attn_gate, n * w.attn_gate),
+            delta,
             x: first(&mut self.x, n * w.model),
             normed: first(&mut self.normed, n * w.model),
             q: first(&mut self.q, n * w.q),
@@ -151,6 +218,7 @@ impl Workspace {
                 gathered: first(&mut self.gathered, n * w.expert_model),
                 out: first(&mut self.out, n * w.expert_model),
                 sum: first(&mut self.sum, n * w.expert_model),
+                shared_inner: first(&mut self.shared_inner, n * w.shared),
             },
         }
     }

@@ -86,6 +86,9 @@ impl KvCache {
         self.seqs.check();
         let mut is_acquired = vec![false; self.n_seq_max()];
         self.seqs.acquired().for_each(|id| is_acquired[id.slot() as usize] = true);
+        if let Some(states) = &self.states {
+            states.check(|slot| !self.index[slot].as_slice().is_empty());
+        }
         for slot in (0..self.n_seq_max()).filter(|&slot| !is_acquired[slot]) {
             let is_empty = self.index[slot].as_slice().is_empty() && self.streams[slot] == 0;
             assert!(is_empty, "invariant 7: slot {slot} is not acquired but has cells or a stream");
@@ -119,6 +122,7 @@ impl KvCache {
         self.index.hash(&mut hasher);
         self.nodes.hash(&mut hasher);
         self.seqs.acquired().for_each(|id| id.hash(&mut hasher));
+        self.states.iter().for_each(|states| states.digest_parts().hash(&mut hasher));
         hasher.finish()
     }
 

@@ -1,8 +1,8 @@
 //! The unified KV cache: which sequence has which position in which cell.
 //!
 //! [`KvCache`] has only the metadata: cells (`cells`, `free`), the ranges of each sequence (`ranges`), cache nodes
-//! (`nodes`), the pool of sequence ids (`seq_pool`) and reservations (`reserve`). The tensors are separate (`storage`)
-//! because a live reservation borrows the metadata while kernels write the tensors.
+//! (`nodes`), the pool of sequence ids (`seq_pool`), recurrent states (`states`) and reservations (`reserve`). The
+//! tensors are separate (`storage`, `state_storage`) because a live reservation borrows the metadata while kernels write the tensors.
 
 mod cells;
 mod check;
@@ -11,6 +11,8 @@ mod nodes;
 mod ranges;
 mod reserve;
 mod seq_pool;
+mod state_storage;
+mod states;
 mod storage;
 
 pub use crate::error::KvError;
@@ -18,6 +20,8 @@ pub use check::KvDump;
 pub use free::BLOCK_CELLS;
 pub use ranges::CellRange;
 pub use reserve::{KvRow, Reservation};
+pub use state_storage::StateStorage;
+pub use states::n_states;
 #[cfg(feature = "cuda")]
 pub(crate) use storage::NAN_BYTE;
 pub use storage::Storage;
@@ -29,6 +33,7 @@ use cells::Cells;
 use nodes::Node;
 use ranges::CellRanges;
 use seq_pool::SeqPool;
+use states::States;
 use std::collections::BTreeMap;
 
 /// The largest number of streams; more than any machine has NUMA nodes.
@@ -111,6 +116,8 @@ pub struct KvCache {
     /// By the caller's id.
     nodes: BTreeMap<u64, Node>,
     seqs: SeqPool,
+    /// Of a model with recurrent layers.
+    states: Option<States>,
     /// Cells of the live reservation, in row order; empty when there is none.
     reserved: Vec<u32>,
     /// By slot: scratch of `prepare`.
@@ -143,6 +150,7 @@ impl KvCache {
             index: (0..n_seq_max).map(|_| CellRanges::default()).collect(),
             nodes: BTreeMap::new(),
             seqs: SeqPool::new(n_seq_max, lifo),
+            states: None,
             reserved: Vec::new(),
             marks: Vec::new(),
         })
@@ -171,12 +179,18 @@ impl KvCache {
     pub fn seq_rm(&mut self, id: SeqId, p0: i32, p1: i32) -> Result<()> {
         let slot = self.acquired(id)?;
         let (lo, hi) = resolve_range(p0, p1)?;
+        self.check_whole(slot, lo, hi, "removes positions")?;
         self.remove(slot, lo, hi);
         Ok(())
     }
 
     fn remove(&mut self, slot: usize, lo: i32, hi: i32) {
         let ranges = &mut self.index[slot];
+        if let Some(states) = &mut self.states
+            && ranges.pieces(lo, hi).next().is_some()
+        {
+            states.clear(slot);
+        }
         for cell in ranges.pieces(lo, hi).flat_map(CellRange::cells) {
             self.cells.unlink(slot, cell);
         }
@@ -197,8 +211,17 @@ impl KvCache {
         if let Some(range) = self.index[to].pieces(lo, hi).next() {
             return Err(rejected(KvError::Occupied { slot: dst.slot(), position: range.position }));
         }
+        self.check_whole(from, lo, hi, "copies positions")?;
         let pieces: Vec<CellRange> = self.index[from].pieces(lo, hi).collect();
-        self.share(&pieces, self.streams[from], to)
+        if pieces.is_empty() {
+            return Ok(Copies::default());
+        }
+        if self.index[to].start().is_some() {
+            self.check_no_states("appends copies")?;
+        }
+        let copies = self.share(&pieces, self.streams[from], to)?;
+        self.states.iter_mut().for_each(|states| states.copy(from, to));
+        Ok(copies)
     }
 
     /// Lets `slot` see the `pieces` of stream `stream`, or copies of them in its own stream. The sequence has none of
@@ -235,6 +258,7 @@ impl KvCache {
                 self.cells.unlink(other, cell);
             }
             ranges.clear();
+            self.states.iter_mut().for_each(|states| states.clear(other));
         }
         Ok(())
     }
@@ -251,6 +275,7 @@ impl KvCache {
         if delta == 0 {
             return Ok(Vec::new());
         }
+        self.check_no_states("shifts positions")?;
         let ranges = &self.index[index];
         let moved: Vec<u32> = ranges.pieces(lo, hi).flat_map(CellRange::cells).collect();
         let is_shared = |cell: u32| self.cells.n_seqs(cell) > 1 || self.cells.is_cached(cell);

@@ -52,6 +52,7 @@ impl KvCache {
         let (index, slot) = (self.acquired(id)?, id.slot());
         let cached = self.node(node)?;
         check_span(p0, p1)?;
+        self.check_no_states("attaches cached cells")?;
         let expected = self.index[index].end().unwrap_or(0);
         if p0 != expected {
             return Err(rejected(KvError::NotAtEnd { slot, position: p0, expected }));

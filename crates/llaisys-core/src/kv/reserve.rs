@@ -1,5 +1,6 @@
 //! Reservations: cells that are allocated for one step, then committed to the sequences or freed.
 
+use super::states::States;
 use super::{KvCache, KvError, rejected};
 use crate::error::Result;
 use crate::seq::SeqId;
@@ -60,14 +61,27 @@ impl Reservation<'_> {
 
     /// Keeps the rows.
     pub fn commit(self) {
+        self.keep(|_| true);
+    }
+
+    /// Keeps the rows, and the written states of the slots for which `keeps_state` is true.
+    fn keep(self, keeps_state: impl Fn(usize) -> bool) {
         self.kv.reserved.clear();
+        self.kv.states.iter_mut().for_each(|states| states.commit(&keeps_state));
     }
 
     /// Keeps the rows except those of `removed` and the later rows that depend on them: those that share a sequence
-    /// with a removed row. Returns for each row the row of `removed` that caused its removal, or `None` if it was kept.
+    /// with a removed row. In a model with recurrent layers, the earlier rows of these sequences are removed too, because
+    /// there is no state between them. Returns for each row the row of `removed` that caused its removal, or `None` if it
+    /// was kept.
     pub fn commit_without(self, removed: &[usize]) -> Vec<Option<usize>> {
         let mut culprit_of_slot = vec![None; self.kv.index.len()];
         let mut removed_with = vec![None; self.kv.reserved.len()];
+        if self.kv.states.is_some() {
+            for &row in removed.iter().rev() {
+                self.kv.cells.seqs(self.kv.reserved[row]).for_each(|slot| culprit_of_slot[slot] = Some(row));
+            }
+        }
         for (row, &cell) in self.kv.reserved.iter().enumerate() {
             let culprit = if removed.contains(&row) {
                 Some(row)
@@ -83,7 +97,7 @@ impl Reservation<'_> {
         for row in (0..removed_with.len()).rev().filter(|&row| removed_with[row].is_some()) {
             self.kv.free_row(self.kv.reserved[row]);
         }
-        self.commit();
+        self.keep(|slot| culprit_of_slot[slot].is_none());
         removed_with
     }
 }
@@ -94,6 +108,7 @@ impl Drop for Reservation<'_> {
         while let Some(cell) = self.kv.reserved.pop() {
             self.kv.free_row(cell);
         }
+        self.kv.states.iter_mut().for_each(States::cancel);
     }
 }
 
@@ -121,6 +136,9 @@ impl KvCache {
         let reservation = Reservation { kv: self };
         for row in rows {
             reservation.kv.allocate_row(row);
+            if let Some(states) = &mut reservation.kv.states {
+                states.reserve(row.seqs[0].slot() as usize);
+            }
         }
         Ok(reservation)
     }
@@ -158,6 +176,9 @@ impl KvCache {
             return Err(KvError::Position { row, position, max: i32::MAX - 1 });
         }
         let Some(first) = kv_row.seqs.first() else { return Err(KvError::NoSequence { row }) };
+        if self.states.is_some() && kv_row.seqs.len() > 1 {
+            return Err(KvError::RecurrentCoupled { row });
+        }
         for id in kv_row.seqs {
             let (first, slot) = (first.slot(), id.slot());
             let next = self.marks[slot as usize].next;

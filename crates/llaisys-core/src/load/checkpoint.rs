@@ -3,7 +3,7 @@
 use crate::arch::config::ModelConfig;
 use crate::arch::rope::{RopeConfig, RopeScaling};
 use crate::arch::spec::RopeRows;
-use crate::arch::weight_id::{LayerWeight, WeightId};
+use crate::arch::weight_id::{DeltaWeight, LayerWeight, WeightId};
 use crate::arch::wrapper::BARE;
 use crate::dtype::{ComputeMode, DType};
 use crate::error::FormatError;
@@ -116,7 +116,7 @@ impl Checkpoint {
         let (mut config, quantization) = folder_config::read(&folder, &generation)?;
         let mut files = safetensors::open(&folder)?;
         let generates = choose_names(&mut config, &files);
-        let prefixes = config.wrapper.map_or(&[][..], |wrapper| wrapper.skipped);
+        let prefixes = config.wrapper.map_or(config.names.skipped, |wrapper| wrapper.skipped);
         let skipped_tensors = files.skip(prefixes);
         let source = Source {
             path: path.to_string_lossy().into_owned(),
@@ -163,7 +163,7 @@ impl Checkpoint {
             sizes.push(match by_id[&id] {
                 Location::Stored(index) => {
                     let stored = &files.tensors()[index];
-                    check_stored(stored, config.shape(id))?;
+                    check_stored(stored, id, config.shape(id))?;
                     TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() }
                 }
                 Location::Quantized(matrix) => {
@@ -408,13 +408,18 @@ fn find_weights(
 }
 
 /// Checks the tensor of a weight. Errors: it has another shape than the weight, or contains packed integers.
-fn check_stored(stored: &StoredTensor, want: Vec<usize>) -> Result<()> {
+fn check_stored(stored: &StoredTensor, id: WeightId, want: Vec<usize>) -> Result<()> {
     let name = stored.name.clone();
     if stored.dtype == DType::I32 {
         let supported = "F32, F16, BF16";
         return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
     }
-    if stored.shape != want {
+    // Folders and GGUF files differ in whether a dimension of 1 is there.
+    let squeezes =
+        matches!(id, WeightId::Layer(_, LayerWeight::Delta(DeltaWeight::Conv) | LayerWeight::SharedScale));
+    let squeezed = |shape: &[usize]| shape.iter().copied().filter(|&n| n != 1).collect::<Vec<_>>();
+    let is_equal = stored.shape == want || squeezes && squeezed(&stored.shape) == squeezed(&want);
+    if !is_equal {
         return Err(FormatError::TensorShape { name, got: stored.shape.clone(), want }.into());
     }
     Ok(())

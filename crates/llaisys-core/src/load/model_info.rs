@@ -68,6 +68,8 @@ pub struct ModelInfo {
     pub screen_bytes: PackedBytes,
     /// Bytes of one KV cell.
     pub kv_bytes_per_cell: KvBytesPerCell,
+    /// Bytes of the recurrent state of one sequence; 0 for a model without recurrent layers.
+    pub state_bytes: usize,
     /// Token at the beginning of a text.
     pub bos_token_id: Option<u32>,
     /// Tokens that end a completion.
@@ -146,6 +148,7 @@ impl ModelInfo {
                 bfloat16: kv_bytes_per_cell(config, KvDType::Bfloat16),
                 int8: kv_bytes_per_cell(config, KvDType::Int8),
             },
+            state_bytes: config.state_len() * size_of::<f32>(),
             bos_token_id: config.bos,
             eos_token_ids: config.eos.clone(),
             generation: source.generation,
@@ -179,6 +182,7 @@ impl ModelInfo {
             packed_bytes: bytes,
             screen_bytes: bytes,
             kv_bytes_per_cell: KvBytesPerCell { float32: 0, float16: 0, bfloat16: 0, int8: 0 },
+            state_bytes: 0,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
             generation: SamplingDefaults::default(),
@@ -192,9 +196,9 @@ impl ModelInfo {
     }
 }
 
-/// Returns the bytes of K and V of one token in all layers. The bounds of the configuration keep it below 2^35.
+/// Returns the bytes of K and V of one token in all layers with attention. The bounds of the configuration keep it below 2^35.
 pub fn kv_bytes_per_cell(config: &ModelConfig, dtype: KvDType) -> usize {
-    2 * config.n_layers * config.n_kv_heads * dtype.head_bytes(config.d_head)
+    2 * config.n_attention() * config.n_kv_heads * dtype.head_bytes(config.d_head)
 }
 
 fn main_dtype(sizes: &[TensorSize]) -> DType {

@@ -1,7 +1,7 @@
 //! The size of the packed weights of a checkpoint, computed before packing.
 
 use crate::arch::config::ModelConfig;
-use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
+use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, WeightId};
 use crate::dtype::{ComputeMode, DType};
 use crate::load::weight_format::packed_format;
 use crate::ops::argmax_bounds::ArgmaxBounds;
@@ -71,6 +71,8 @@ impl Sizes<'_> {
         let config = self.config;
         let shapes = config.weight_ids().map(|id| config.shape(id));
         let vectors: usize = shapes.filter(|shape| shape.len() == 1).map(|shape| shape[0]).sum();
+        let taps = config.delta_net.map_or(0, |delta_net| delta_net.channels() * delta_net.n_taps);
+        let vectors = vectors + config.n_recurrent() * taps;
         let head = if config.tied_head { 0 } else { self.matrix(WeightId::LmHead) };
         let layers: usize = (0..config.n_layers).map(|index| self.layer(index)).sum();
         vectors * size_of::<f32>() + self.matrix(WeightId::Embed) + head + layers
@@ -84,17 +86,40 @@ impl Sizes<'_> {
     }
 
     fn layer(&self, index: usize) -> usize {
-        let attention = [LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O];
-        let attention: usize = attention.map(|part| self.matrix(WeightId::Layer(index, part))).iter().sum();
+        let mixer = self.mixer(index);
         let Some(experts) = self.config.experts else {
-            return attention + self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
+            return mixer + self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
         };
-        let [n_rows, n_columns] = self.shape(WeightId::Layer(index, LayerWeight::Router));
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
         let expert = |e| self.mlp(index, parts.map(|part| LayerWeight::Expert(e, part)));
-        attention
-            + PackedFormat::F32.matrix_bytes(n_rows, n_columns)
+        let shared = |_| {
+            self.mlp(index, parts.map(LayerWeight::Shared)) + self.f32_matrix(index, LayerWeight::SharedScale)
+        };
+        mixer
+            + self.f32_matrix(index, LayerWeight::Router)
             + (0..experts.n).map(expert).sum::<usize>()
+            + self.config.d_shared.map_or(0, shared)
+    }
+
+    /// Attention, or the recurrent part.
+    fn mixer(&self, index: usize) -> usize {
+        use DeltaWeight::{A, B, K, Out, Q, V, Z};
+        let matrices =
+            |parts: &[LayerWeight]| parts.iter().map(|&part| self.matrix(WeightId::Layer(index, part))).sum();
+        if self.config.is_recurrent(index) {
+            let delta: usize = matrices(&[Q, K, V, Z, Out].map(LayerWeight::Delta));
+            let f32_matrices = [B, A].map(|part| self.f32_matrix(index, LayerWeight::Delta(part)));
+            return delta + f32_matrices.iter().sum::<usize>();
+        }
+        let gate: usize = self.config.delta_net.map_or(0, |_| matrices(&[LayerWeight::AttnGate]));
+        let attention: usize = matrices(&[LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O]);
+        attention + gate
+    }
+
+    /// A matrix that is in f32 in every mode.
+    fn f32_matrix(&self, index: usize, part: LayerWeight) -> usize {
+        let [n_rows, n_columns] = self.shape(WeightId::Layer(index, part));
+        PackedFormat::F32.matrix_bytes(n_rows, n_columns)
     }
 
     fn mlp(&self, index: usize, parts: [LayerWeight; 3]) -> usize {

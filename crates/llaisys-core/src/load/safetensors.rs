@@ -24,8 +24,8 @@ pub const HEADER_BYTES_MAX: u64 = 8 << 20;
 /// Bytes of `model.safetensors.index.json` that are read.
 pub const INDEX_BYTES_MAX: u64 = 8 << 20;
 
-/// Dimensions of one tensor, as in GGUF.
-const DIMENSIONS_MAX: usize = 4;
+/// Dimensions of one tensor: those of a convolution over video, in encoders that are skipped.
+const DIMENSIONS_MAX: usize = 5;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

@@ -8,6 +8,7 @@ pub mod argmax_bounds;
 pub mod cases;
 mod cpu;
 pub mod packed;
+mod recurrent;
 pub mod reference;
 
 use crate::collective::{Collective, SingleRank};
@@ -21,9 +22,13 @@ use std::sync::Arc;
 pub use cpu::add::add;
 pub use cpu::argmax::{argmax, argmax_finite, largest};
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Queries, Scoring, attention, window_span};
+pub use cpu::causal_conv::causal_conv;
+pub use cpu::delta_gates::delta_gates;
+pub use cpu::delta_rule::{DeltaInputs, delta_rule};
 pub use cpu::dispatch;
 pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, GateBias, gate_up_row, gate_up_rows};
+pub use cpu::gated_norm::gated_norm;
 pub use cpu::gather::gather;
 pub use cpu::gelu::gelu;
 pub use cpu::kv_store::kv_store;
@@ -37,7 +42,9 @@ pub use cpu::route::{Routes, route};
 pub use cpu::scale::scale;
 pub use cpu::scale_rows::scale_rows;
 pub use cpu::scatter_add::scatter_add;
+pub use cpu::sigmoid_gate::sigmoid_gate;
 pub use cpu::soft_cap::soft_cap;
+pub use recurrent::{DeltaHeads, RecurrentRows, SequenceRows, StatesMut, ValueOrder};
 
 /// What every op needs: the chosen kernels, the threads, and scratch memory. The memory is sized at creation, so that
 /// no op allocates.

@@ -8,6 +8,7 @@ mod model_files;
 mod decode;
 mod drafts;
 mod export;
+mod recurrent;
 mod row_faults;
 mod streams;
 mod windows;

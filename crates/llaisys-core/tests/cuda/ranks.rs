@@ -71,6 +71,7 @@ fn pass(
         cells: &cells[range.clone()],
         attention,
         windowed: None,
+        recurrent: None,
     };
     let outputs: Vec<usize> = (0..range.len()).collect();
     let at = decoder.forward(device, &rows, &outputs)?;

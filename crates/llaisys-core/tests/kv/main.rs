@@ -9,4 +9,5 @@ mod reserve;
 #[path = "../seeded/mod.rs"]
 mod seeded;
 mod seq_ids;
+mod states;
 mod storage;

@@ -5,6 +5,7 @@ use crate::model_files::folder::Folder;
 use crate::model_files::{assert_names, format_error, unsupported};
 use llaisys_core::arch::config::{Experts, ModelConfig};
 use llaisys_core::arch::rope::{RopeConfig, RopeScaling};
+use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::spec::{ExpertPart, LayerWeight, WeightId};
 use llaisys_core::error::FormatError;
 use serde_json::{Value, json};
@@ -282,10 +283,10 @@ fn fused_projections_are_one_weight_each() {
     assert_eq!(ids.len(), 3 + 6);
     assert!(ids.contains(&layer(LayerWeight::Qkv)) && !ids.contains(&layer(LayerWeight::Q)));
     let config = checkpoint.config();
-    assert_eq!(config.stored_in(LayerWeight::K), (LayerWeight::Qkv, 16));
-    assert_eq!(config.stored_in(LayerWeight::V), (LayerWeight::Qkv, 24));
-    assert_eq!(config.stored_in(LayerWeight::Up), (LayerWeight::GateUp, 24));
-    assert_eq!(config.stored_in(LayerWeight::Down), (LayerWeight::Down, 0));
+    assert_eq!(config.stored_in(LayerWeight::K), (LayerWeight::Qkv, RowMap::from_row(16)));
+    assert_eq!(config.stored_in(LayerWeight::V), (LayerWeight::Qkv, RowMap::from_row(24)));
+    assert_eq!(config.stored_in(LayerWeight::Up), (LayerWeight::GateUp, RowMap::from_row(24)));
+    assert_eq!(config.stored_in(LayerWeight::Down), (LayerWeight::Down, RowMap::from_row(0)));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use crate::model_files::gguf::{Gguf, Meta, array_head};
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::rope::RopeConfig;
+use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::spec::{LayerWeight, WeightId};
 use llaisys_core::error::FormatError;
 use llaisys_core::load::checkpoint::Checkpoint;
@@ -118,7 +119,7 @@ fn dense_granite_4_is_read_and_its_hybrids_are_rejected_by_name() {
     let checkpoint = granite4().open().unwrap();
     let config = checkpoint.config();
     assert_eq!((config.d_ff, config.embed_scale), (24, 12.0));
-    assert_eq!(config.stored_in(LayerWeight::Up), (LayerWeight::GateUp, 24));
+    assert_eq!(config.stored_in(LayerWeight::Up), (LayerWeight::GateUp, RowMap::from_row(24)));
     let id = checkpoint.weight_id("model.layers.0.shared_mlp.output_linear.weight");
     assert_eq!(id, Some(WeightId::Layer(0, LayerWeight::Down)));
     let rejected = |folder: Folder, words: &[&str]| assert_names(&unsupported(folder.open()), words);

@@ -54,6 +54,7 @@ fn info_has_the_fields_of_the_python_type() {
         "packed_bytes": packed,
         "screen_bytes": {"auto": 0, "float32": screen, "bfloat16": screen, "int8": 0, "int4": 0},
         "kv_bytes_per_cell": {"float32": 128, "float16": 64, "bfloat16": 64, "int8": 2 * (16 + 4)},
+        "state_bytes": 0,
         "bos_token_id": 5, "eos_token_ids": [6], "generation": {},
         "tokenizer": {
             "model": "gpt2", "pre": "smollm",
@@ -180,7 +181,10 @@ fn tokenizers_are_rejected_by_name() {
         assert_names(&error, &["tokenizer.ggml.model", model, "gpt2"]);
     }
     let error = unsupported(small().with("tokenizer.ggml.pre", "deepseek-llm").open());
-    assert_names(&error, &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, llama-bpe, default"]);
+    assert_names(
+        &error,
+        &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, qwen35, llama-bpe, default"],
+    );
     assert_names(
         &unsupported(small().without("tokenizer.ggml.pre").open()),
         &["tokenizer.ggml.pre", "absent"],

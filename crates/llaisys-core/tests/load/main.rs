@@ -16,6 +16,8 @@ mod families;
 mod folder;
 mod gguf;
 mod gguf_config;
+mod hybrid_files;
+mod hybrids;
 mod mutations;
 mod quantize;
 mod quantized_folder;

@@ -8,7 +8,7 @@ use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::error::{FormatError, GgufError};
 use llaisys_core::forward::shard::Shard;
-use llaisys_core::forward::weights::{FeedForward, PackSettings, Weights};
+use llaisys_core::forward::weights::{FeedForward, Mixer, PackSettings, Weights};
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::file::ModelFile;
 use llaisys_core::ops::packed::PackedMatrix;
@@ -122,11 +122,19 @@ fn hashes_do_not_depend_on_earlier_reads() {
 fn rows_of(weights: &Weights) -> Vec<f32> {
     let mut matrices: Vec<&PackedMatrix> = vec![&weights.embed, weights.head()];
     for layer in &weights.layers {
-        matrices.extend([&layer.q.matrix, &layer.k.matrix, &layer.v.matrix, &layer.o.matrix]);
+        match &layer.mixer {
+            Mixer::Attention(w) => {
+                matrices
+                    .extend([&w.q.matrix, &w.k.matrix, &w.v.matrix, &w.o.matrix].into_iter().chain(&w.gate));
+            }
+            Mixer::DeltaNet(w) => matrices.extend([&w.q, &w.k, &w.v, &w.z, &w.b, &w.a, &w.out.matrix]),
+        }
         match &layer.feed_forward {
             FeedForward::Dense(mlp) => matrices.extend([&mlp.gate_up, &mlp.down.matrix]),
-            FeedForward::Experts { router, experts } => {
+            FeedForward::Experts { router, experts, shared } => {
                 matrices.push(router);
+                let shared = shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down.matrix, &s.scale]);
+                matrices.extend(shared);
                 matrices.extend(experts.iter().flat_map(|mlp| [&mlp.gate_up, &mlp.down.matrix]));
             }
         }

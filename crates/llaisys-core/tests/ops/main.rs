@@ -15,6 +15,7 @@ mod linear;
 mod packed;
 mod pruned_argmax;
 mod pruned_head;
+mod recurrent;
 mod rowwise;
 mod sampling;
 mod stall;

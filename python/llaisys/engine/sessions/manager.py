@@ -83,6 +83,7 @@ class SessionManager:
     def __init__(self, kv_cache: KvCacheManager, limits: Limits) -> None:
         """Initialize without sessions. If prefix caching is off, every operation is rejected."""
         self._kv_cache = kv_cache
+        self._is_recurrent = limits.state_bytes > 0
         self._shares = Shares(limits.max_sessions, limits.n_clients)
         self._n_pinned_max = int(limits.n_cells * limits.session_kv_share)
         self._by_key: dict[SessionKey, Session] = {}
@@ -238,7 +239,8 @@ class SessionManager:
     def _required_cache(self) -> KvCacheManager:
         """Return the KV cache. Raises UnsupportedError if prefix caching is off."""
         if not self._kv_cache.caches_prefixes:
-            raise UnsupportedError("sessions need the prefix cache, which is off", param="session_id")
+            off = "off for models with recurrent layers" if self._is_recurrent else "off"
+            raise UnsupportedError(f"sessions need the prefix cache, which is {off}", param="session_id")
         return self._kv_cache
 
     def _checked_count(self, session: Session, n_tokens: int | None) -> int:

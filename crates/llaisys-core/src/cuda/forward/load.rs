@@ -185,7 +185,8 @@ impl Loader<'_> {
     /// Copies this rank's part of a tensor, row by row in the order that the forward pass uses.
     fn copy(&self, target: Target<'_>, id: WeightId, to: DevicePtr) -> Result<()> {
         let config = self.checkpoint.config();
-        let (stored, first) = config.stored_weight(id);
+        let (stored, map) = config.stored_weight(id);
+        let first = map.first();
         let shape = config.shape(id);
         let n_columns = shape.get(1).copied().unwrap_or(1);
         let (rows, columns) = self.part(id);

@@ -7,7 +7,7 @@ use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Architectures with which the GPU's forward pass has not been verified.
-const CPU_ONLY: [&str; 8] = [
+const CPU_ONLY: [&str; 11] = [
     "SmolLM3ForCausalLM",
     "Olmo3ForCausalLM",
     "Ministral3ForCausalLM",
@@ -16,6 +16,9 @@ const CPU_ONLY: [&str; 8] = [
     "GraniteMoeHybridForCausalLM",
     "SeedOssForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3NextForCausalLM",
 ];
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.

@@ -1,15 +1,19 @@
 //! The weights of a model, packed once for this machine.
 
+mod feed_forward;
 mod head;
+mod mixer;
 mod pack;
 
+pub use feed_forward::{FeedForward, Mlp, SharedExpert};
+pub use mixer::{Attention, DeltaNetWeights, Mixer};
 pub use pack::PackSettings;
 
-use crate::arch::spec::{ExpertPart, LayerWeight, WeightId};
+use crate::arch::spec::{LayerWeight, WeightId};
 use crate::error::{Result, Unsupported};
 use crate::ops::argmax_bounds::ArgmaxBounds;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
-use crate::ops::{Gate, GateBias, GatedPart, LinearPart, gate_up_row};
+use crate::ops::{LinearPart, gate_up_row};
 use crate::threads::Pool;
 
 /// A projection with an optional bias.
@@ -31,55 +35,18 @@ impl Projection {
 /// One decoder layer.
 #[derive(Debug)]
 pub struct LayerWeights {
-    /// Norm before attention, `[d_model]`.
+    /// Norm before attention or the recurrent part, `[d_model]`.
     pub attn_norm: Option<Vec<f32>>,
-    /// Norm of the output of attention, `[d_model]`.
+    /// Norm of its output, `[d_model]`.
     pub attn_post_norm: Option<Vec<f32>>,
-    /// `[n_heads * d_head, d_model]`.
-    pub q: Projection,
-    /// `[n_kv_heads * d_head, d_model]`.
-    pub k: Projection,
-    /// `[n_kv_heads * d_head, d_model]`.
-    pub v: Projection,
-    /// Norm of each query head, `[d_head]`, or of all together, `[n_heads * d_head]`.
-    pub q_norm: Option<Vec<f32>>,
-    /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
-    pub k_norm: Option<Vec<f32>>,
-    /// `[d_model, n_heads * d_head]`.
-    pub o: Projection,
+    /// Attention, or the recurrent part.
+    pub mixer: Mixer,
     /// Norm before the feed-forward block, `[d_model]`.
     pub ffn_norm: Option<Vec<f32>>,
     /// Norm of the output of the feed-forward block, `[d_model]`.
     pub ffn_post_norm: Option<Vec<f32>>,
     /// The feed-forward block.
     pub feed_forward: FeedForward,
-}
-
-/// The feed-forward block of a layer.
-#[derive(Debug)]
-pub enum FeedForward {
-    /// The same network for all tokens.
-    Dense(Mlp),
-    /// A mixture of experts: the router chooses some for each token.
-    Experts {
-        /// `[n_experts, d_model]`, in f32: with a rounding error the router could choose other experts.
-        router: PackedMatrix,
-        /// By expert number.
-        experts: Vec<Mlp>,
-    },
-}
-
-/// A gated feed-forward network.
-#[derive(Debug)]
-pub struct Mlp {
-    /// Gate and up, interleaved in groups of 16 rows ([`gate_up_row`]), `[gate_up_rows(d_ff), d_model]`.
-    pub gate_up: PackedMatrix,
-    /// Bias of the gate, `[d_ff]`.
-    pub gate_bias: Option<Vec<f32>>,
-    /// Bias of the up projection, `[d_ff]`.
-    pub up_bias: Option<Vec<f32>>,
-    /// `[d_model, d_ff]`.
-    pub down: Projection,
 }
 
 /// All weights of a model, or a rank's part of them. Shapes are those of
@@ -153,25 +120,20 @@ impl Weights {
             LayerWeight::AttnPostNorm => vector(&mut layer.attn_post_norm),
             LayerWeight::FfnNorm => vector(&mut layer.ffn_norm),
             LayerWeight::FfnPostNorm => vector(&mut layer.ffn_post_norm),
-            LayerWeight::Qkv => {
-                let (q, k) = (layer.q.matrix.n_rows(), layer.k.matrix.n_rows());
-                return vec![
-                    (Target::Matrix(&mut layer.q.matrix), 0),
-                    (Target::Matrix(&mut layer.k.matrix), q),
-                    (Target::Matrix(&mut layer.v.matrix), q + k),
-                ];
-            }
-            LayerWeight::Q => Target::Matrix(&mut layer.q.matrix),
-            LayerWeight::K => Target::Matrix(&mut layer.k.matrix),
-            LayerWeight::V => Target::Matrix(&mut layer.v.matrix),
-            LayerWeight::QBias => vector(&mut layer.q.bias),
-            LayerWeight::KBias => vector(&mut layer.k.bias),
-            LayerWeight::VBias => vector(&mut layer.v.bias),
-            LayerWeight::O => Target::Matrix(&mut layer.o.matrix),
-            LayerWeight::OBias => vector(&mut layer.o.bias),
-            LayerWeight::QNorm => vector(&mut layer.q_norm),
-            LayerWeight::KNorm => vector(&mut layer.k_norm),
-            other => return layer.feed_forward.targets(other),
+            LayerWeight::Gate
+            | LayerWeight::Up
+            | LayerWeight::Down
+            | LayerWeight::GateUp
+            | LayerWeight::GateBias
+            | LayerWeight::UpBias
+            | LayerWeight::DownBias
+            | LayerWeight::Router
+            | LayerWeight::Expert(..)
+            | LayerWeight::Experts(_)
+            | LayerWeight::ExpertsGateUp
+            | LayerWeight::Shared(_)
+            | LayerWeight::SharedScale => return layer.feed_forward.targets(part),
+            part => return layer.mixer.targets(part),
         };
         vec![(target, 0)]
     }
@@ -181,78 +143,6 @@ const ABSENT: &str = "the caller found the weight by name in this model's checkp
 
 fn vector(vector: &mut Option<Vec<f32>>) -> Target<'_> {
     Target::Vector(vector.as_mut().expect(ABSENT))
-}
-
-impl FeedForward {
-    /// As [`Weights::targets`].
-    fn targets(&mut self, part: LayerWeight) -> Vec<(Target<'_>, usize)> {
-        match (self, part) {
-            (FeedForward::Dense(mlp), LayerWeight::GateUp) => {
-                let (d_ff, matrix) = (mlp.down.matrix.n_columns(), &mut mlp.gate_up);
-                vec![(Target::BothGateUp { matrix, d_ff }, 0)]
-            }
-            (FeedForward::Dense(mlp), LayerWeight::Gate) => vec![(mlp.target(ExpertPart::Gate), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::Up) => vec![(mlp.target(ExpertPart::Up), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::Down) => vec![(mlp.target(ExpertPart::Down), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::GateBias) => vec![(vector(&mut mlp.gate_bias), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::UpBias) => vec![(vector(&mut mlp.up_bias), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::DownBias) => vec![(vector(&mut mlp.down.bias), 0)],
-            (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Target::Matrix(router), 0)],
-            (FeedForward::Experts { experts, .. }, LayerWeight::Expert(expert, matrix)) => {
-                vec![(experts[expert].target(matrix), 0)]
-            }
-            (FeedForward::Experts { experts, .. }, LayerWeight::Experts(matrix)) => {
-                let experts = experts.iter_mut().enumerate();
-                experts
-                    .map(|(e, mlp)| {
-                        let n = mlp.n_rows(matrix);
-                        (mlp.target(matrix), e * n)
-                    })
-                    .collect()
-            }
-            _ => panic!("{ABSENT}"),
-        }
-    }
-
-    fn n_bytes(&self) -> usize {
-        match self {
-            FeedForward::Dense(mlp) => mlp.n_bytes(),
-            FeedForward::Experts { router, experts } => {
-                router.n_bytes() + experts.iter().map(Mlp::n_bytes).sum::<usize>()
-            }
-        }
-    }
-}
-
-impl Mlp {
-    /// Returns gate and up as the part of a [`linear_gated`](crate::ops::linear_gated) call.
-    pub fn gated_part(&self, gate: Gate) -> GatedPart<'_> {
-        let bias = self.gate_bias.as_ref().zip(self.up_bias.as_ref());
-        let bias = bias.map(|(gate, up)| GateBias { gate, up });
-        GatedPart { gate_up: &self.gate_up, bias, gate }
-    }
-
-    fn n_rows(&self, matrix: ExpertPart) -> usize {
-        match matrix {
-            ExpertPart::Gate | ExpertPart::Up => self.down.matrix.n_columns(),
-            ExpertPart::Down => self.down.matrix.n_rows(),
-        }
-    }
-
-    fn target(&mut self, part: ExpertPart) -> Target<'_> {
-        let d_ff = self.down.matrix.n_columns();
-        match part {
-            ExpertPart::Gate => Target::GateOrUp { matrix: &mut self.gate_up, is_up: false, d_ff },
-            ExpertPart::Up => Target::GateOrUp { matrix: &mut self.gate_up, is_up: true, d_ff },
-            ExpertPart::Down => Target::Matrix(&mut self.down.matrix),
-        }
-    }
-
-    fn n_bytes(&self) -> usize {
-        let biases = [&self.gate_bias, &self.up_bias, &self.down.bias];
-        let n_values: usize = biases.into_iter().flatten().map(Vec::len).sum();
-        self.gate_up.n_bytes() + self.down.matrix.n_bytes() + n_values * size_of::<f32>()
-    }
 }
 
 /// A packed tensor, or some of its rows, that replaced values are written to.
@@ -332,18 +222,8 @@ impl Replacement<'_> {
 
 impl LayerWeights {
     fn n_bytes(&self) -> usize {
-        let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o.matrix];
-        let norms = [
-            &self.attn_norm,
-            &self.attn_post_norm,
-            &self.q_norm,
-            &self.k_norm,
-            &self.ffn_norm,
-            &self.ffn_post_norm,
-        ];
-        let biases = [&self.q.bias, &self.k.bias, &self.v.bias, &self.o.bias];
-        let n_values = norms.into_iter().chain(biases).flatten().map(Vec::len).sum::<usize>();
-        let n_bytes = matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>();
-        n_bytes + n_values * size_of::<f32>() + self.feed_forward.n_bytes()
+        let norms = [&self.attn_norm, &self.attn_post_norm, &self.ffn_norm, &self.ffn_post_norm];
+        let n_values = norms.into_iter().flatten().map(Vec::len).sum::<usize>();
+        n_values * size_of::<f32>() + self.mixer.n_bytes() + self.feed_forward.n_bytes()
     }
 }

@@ -3,8 +3,12 @@
 //! A tensor is read in pieces of about 16 MiB, and each is packed before the next is read: loading needs memory for the
 //! packed weights and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
 
-use super::{FeedForward, LayerWeights, Mlp, Projection, Weights};
-use crate::arch::spec::{ExpertPart, LayerWeight, WeightId};
+use super::{
+    Attention, DeltaNetWeights, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert, Weights,
+};
+use crate::arch::delta_net::DeltaNet;
+use crate::arch::row_map::RowMap;
+use crate::arch::spec::{DeltaWeight, ExpertPart, LayerWeight, WeightId};
 use crate::dtype::{ComputeMode, DType};
 use crate::error::Result;
 use crate::forward::shard::Shard;
@@ -82,34 +86,100 @@ struct Packer<'a> {
 struct Source {
     stored: WeightId,
     dtype: DType,
-    first: usize,
+    map: RowMap,
     n_rows: usize,
     n_columns: usize,
+}
+
+impl Source {
+    /// A range of stored rows that contains `rows`.
+    fn span(&self, rows: &Range<usize>) -> Range<usize> {
+        if rows.is_empty() { self.map.first()..self.map.first() } else { self.map.span(rows) }
+    }
 }
 
 impl Packer<'_> {
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| WeightId::Layer(index, part);
         let config = self.checkpoint.config();
-        let norm = config.qk_norm;
         let (pre, post) = (config.arch.pre_norms, config.arch.post_norms);
         let some = |wanted: bool, part| wanted.then(|| self.vector(at(part))).transpose();
-        let projection = |matrix, bias, has_bias| -> Result<Projection> {
-            Ok(Projection { matrix: self.matrix(at(matrix))?, bias: some(has_bias, bias)? })
+        let mixer = match config.delta_net.filter(|_| config.is_recurrent(index)) {
+            Some(delta_net) => Mixer::DeltaNet(self.delta_net(index, &delta_net)?),
+            None => Mixer::Attention(self.attention(index)?),
         };
         Ok(LayerWeights {
             attn_norm: some(pre, LayerWeight::AttnNorm)?,
             attn_post_norm: some(post, LayerWeight::AttnPostNorm)?,
-            q: projection(LayerWeight::Q, LayerWeight::QBias, config.qkv_bias)?,
-            k: projection(LayerWeight::K, LayerWeight::KBias, config.qkv_bias)?,
-            v: projection(LayerWeight::V, LayerWeight::VBias, config.qkv_bias)?,
-            q_norm: some(norm, LayerWeight::QNorm)?,
-            k_norm: some(norm, LayerWeight::KNorm)?,
-            o: projection(LayerWeight::O, LayerWeight::OBias, config.o_bias)?,
+            mixer,
             ffn_norm: some(pre, LayerWeight::FfnNorm)?,
             ffn_post_norm: some(post, LayerWeight::FfnPostNorm)?,
             feed_forward: self.feed_forward(index)?,
         })
+    }
+
+    fn attention(&self, index: usize) -> Result<Attention> {
+        let at = |part| WeightId::Layer(index, part);
+        let config = self.checkpoint.config();
+        let norm = config.qk_norm;
+        let some = |wanted: bool, part| wanted.then(|| self.vector(at(part))).transpose();
+        let projection = |matrix, bias, has_bias| -> Result<Projection> {
+            Ok(Projection { matrix: self.matrix(at(matrix))?, bias: some(has_bias, bias)? })
+        };
+        let gate = config.delta_net.map(|_| self.matrix(at(LayerWeight::AttnGate)));
+        Ok(Attention {
+            q: projection(LayerWeight::Q, LayerWeight::QBias, config.qkv_bias)?,
+            k: projection(LayerWeight::K, LayerWeight::KBias, config.qkv_bias)?,
+            v: projection(LayerWeight::V, LayerWeight::VBias, config.qkv_bias)?,
+            gate: gate.transpose()?,
+            q_norm: some(norm, LayerWeight::QNorm)?,
+            k_norm: some(norm, LayerWeight::KNorm)?,
+            o: projection(LayerWeight::O, LayerWeight::OBias, config.o_bias)?,
+        })
+    }
+
+    fn delta_net(&self, index: usize, config: &DeltaNet) -> Result<DeltaNetWeights> {
+        let at = |part| WeightId::Layer(index, LayerWeight::Delta(part));
+        let f32_matrix = |part| self.matrix_as(at(part), Some(PackedFormat::F32));
+        let names = self.checkpoint.config().names;
+        let rate = if names.parts().any(|part| part == LayerWeight::Delta(DeltaWeight::MinusRate)) {
+            self.vector(at(DeltaWeight::MinusRate))?.into_iter().map(|minus| -minus).collect()
+        } else {
+            self.vector(at(DeltaWeight::ALog))?.into_iter().map(f32::exp).collect()
+        };
+        let d_key = config.heads.d_key;
+        let unit = 1.0 / (d_key as f64).sqrt();
+        Ok(DeltaNetWeights {
+            q: self.matrix(at(DeltaWeight::Q))?,
+            k: self.matrix(at(DeltaWeight::K))?,
+            v: self.matrix(at(DeltaWeight::V))?,
+            z: self.matrix(at(DeltaWeight::Z))?,
+            b: f32_matrix(DeltaWeight::B)?,
+            a: f32_matrix(DeltaWeight::A)?,
+            taps: self.taps(at(DeltaWeight::Conv), config)?,
+            rate,
+            dt_bias: self.vector(at(DeltaWeight::DtBias))?,
+            unit: [unit * unit, unit].map(|weight| vec![weight as f32; d_key]),
+            norm: self.vector(at(DeltaWeight::Norm))?,
+            out: Projection { matrix: self.matrix(at(DeltaWeight::Out))?, bias: None },
+        })
+    }
+
+    /// Returns the taps `[n_taps, channels]` of queries, keys and values, stored as `[channels, 1, n_taps]`.
+    fn taps(&self, id: WeightId, config: &DeltaNet) -> Result<[Vec<f32>; 3]> {
+        let mut buffer = self.buffers[0].borrow_mut();
+        let (n_taps, keys, channels) = (config.n_taps, config.heads.key_width(), config.channels());
+        let tensor = self.checkpoint.read(id, 0..channels, &mut buffer, self.pool)?;
+        let mut of_channel = vec![0.0; n_taps];
+        let mut taps = |channels: Range<usize>| {
+            let mut taps = vec![0.0; n_taps * channels.len()];
+            for (c, channel) in channels.clone().enumerate() {
+                dequantize_row(tensor.view().row(channel), &mut of_channel);
+                of_channel.iter().enumerate().for_each(|(j, &tap)| taps[j * channels.len() + c] = tap);
+            }
+            taps
+        };
+        Ok([taps(0..keys), taps(keys..2 * keys), taps(2 * keys..channels)])
     }
 
     fn feed_forward(&self, index: usize) -> Result<FeedForward> {
@@ -133,9 +203,15 @@ impl Packer<'_> {
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
         let expert = |e| mlp(parts.map(|part| LayerWeight::Expert(e, part)));
+        let f32_matrix = |part| self.matrix_as(WeightId::Layer(index, part), Some(PackedFormat::F32));
+        let shared = |_| -> Result<SharedExpert> {
+            let mlp = mlp(parts.map(LayerWeight::Shared))?;
+            Ok(SharedExpert { mlp, scale: f32_matrix(LayerWeight::SharedScale)? })
+        };
         Ok(FeedForward::Experts {
-            router: self.matrix_as(WeightId::Layer(index, LayerWeight::Router), Some(PackedFormat::F32))?,
+            router: f32_matrix(LayerWeight::Router)?,
             experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
+            shared: config.d_shared.map(shared).transpose()?,
         })
     }
 
@@ -155,12 +231,13 @@ impl Packer<'_> {
         let mut buffer = self.buffers[0].borrow_mut();
         for piece in pieces(rows.len(), self.rows_at_once(&source)) {
             let at = |n: usize| (rows.start + n).min(source.n_rows);
-            let stored = at(piece.start)..at(piece.end);
+            let stored = source.span(&(at(piece.start)..at(piece.end)));
             let tensor = self.read(&source, stored.clone(), &mut buffer)?;
             let view = tensor.view();
             let row = |n: usize| match rows.start + n {
                 n if n < source.n_rows => {
-                    view.row(checkpoint.stored_row(id, n) - stored.start).columns(columns.clone())
+                    let row = source.map.row(checkpoint.stored_row(id, n));
+                    view.row(row - stored.start).columns(columns.clone())
                 }
                 _ => RowView { dtype, bytes: &[] },
             };
@@ -189,8 +266,8 @@ impl Packer<'_> {
         let at_once = if gate.stored == up.stored { n_inner } else { self.rows_at_once(&gate) };
         for piece in pieces(n_inner, at_once) {
             let stored = rows.start + piece.start..rows.start + piece.end;
-            let gate = self.read(&gate, stored.clone(), &mut for_gate)?;
-            let up = self.read(&up, stored, &mut for_up)?;
+            let gate = self.read(&gate, gate.span(&stored), &mut for_gate)?;
+            let up = self.read(&up, up.span(&stored), &mut for_up)?;
             let (gate, up) = (gate.view(), up.view());
             let row = |n: usize| match gate_up_row(n_inner, n) {
                 Some((false, row)) => gate.row(row - piece.start),
@@ -218,16 +295,16 @@ impl Packer<'_> {
     /// Returns where a matrix is stored: by itself, or within another one.
     fn source(&self, id: WeightId) -> Source {
         let config = self.checkpoint.config();
-        let (stored, first) = config.stored_weight(id);
+        let (stored, map) = config.stored_weight(id);
         let shape = config.shape(id);
-        Source { stored, dtype: self.checkpoint.dtype(stored), first, n_rows: shape[0], n_columns: shape[1] }
+        Source { stored, dtype: self.checkpoint.dtype(stored), map, n_rows: shape[0], n_columns: shape[1] }
     }
 
     /// Returns the number of rows of `source` in one piece: whole panels and whole heads, because rows are reordered
-    /// only within a head.
+    /// only within a head. Rows in groups between others are in one piece, so that the tensor is read in order.
     fn rows_at_once(&self, source: &Source) -> usize {
         // Every row of a matrix that is stored in several tensors needs all of them.
-        if self.checkpoint.tensor(source.stored).is_none() {
+        if self.checkpoint.tensor(source.stored).is_none() || !source.map.is_contiguous() {
             return source.n_rows;
         }
         let d_head = self.checkpoint.config().d_head;
@@ -236,14 +313,13 @@ impl Packer<'_> {
         (self.piece_bytes / (row_bytes * group)).max(1) * group
     }
 
-    /// Reads rows of `source`. Errors: as [`Checkpoint::read`] and [`check_finite`].
+    /// Reads stored rows of `source`. Errors: as [`Checkpoint::read`] and [`check_finite`].
     fn read<'b>(
         &self,
         source: &Source,
-        rows: Range<usize>,
+        stored: Range<usize>,
         buffer: &'b mut Vec<u8>,
     ) -> Result<TensorRows<'b>> {
-        let stored = source.first + rows.start..source.first + rows.end;
         let first = stored.start;
         let tensor = self.checkpoint.read(source.stored, stored, buffer, self.pool)?;
         if quantizes(self.mode) {

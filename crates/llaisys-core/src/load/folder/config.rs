@@ -13,7 +13,7 @@ use crate::load::folder::generation_config::GenerationConfig;
 use crate::load::folder::quantization::Quantization;
 use crate::load::folder::rope;
 use crate::load::folder::text_config::{self, TextConfig};
-use crate::load::folder::{options, window};
+use crate::load::folder::{options, recurrent, window};
 use serde_json::Value;
 
 const FILE: &str = "config.json";
@@ -66,6 +66,8 @@ pub(crate) fn read(
         query_scaling: ropes.query_scaling,
         window: None,
         windowed: Vec::new(),
+        delta_net: recurrent::delta_net(&fields, arch)?,
+        recurrent: Vec::new(),
         score_scale: score_scale(&fields, arch, d_head)?,
         attn_soft_cap: soft_cap(&fields, "attn_logit_softcapping", arch.attn_soft_cap)?,
         logit_soft_cap: soft_cap(&fields, "final_logit_softcapping", arch.logit_soft_cap)?,
@@ -77,6 +79,7 @@ pub(crate) fn read(
         residual_scale: multiplier(&fields, arch, "residual_multiplier")?,
         logit_scale: 1.0 / multiplier(&fields, arch, "logits_scaling")?,
         experts: experts(&fields, arch)?,
+        d_shared: recurrent::d_shared(&fields, arch)?,
         tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(arch.tied_default),
         qkv_bias: options::has_bias(&fields, arch.biases.qkv)?,
         o_bias: options::has_bias(&fields, arch.biases.o)?,
@@ -86,6 +89,7 @@ pub(crate) fn read(
         eos,
     };
     config.check()?;
+    config.recurrent = recurrent::layers(&fields, arch, n_layers)?;
     (config.window, config.windowed) = window::read(&fields, &config)?;
     config.rotated = rope::rotated_layers(&fields, &arch.rope, n_layers)?;
     config.check()?;

@@ -7,6 +7,8 @@ mod options;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub(crate) mod quantization;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+mod recurrent;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 mod rope;
 mod text_config;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]

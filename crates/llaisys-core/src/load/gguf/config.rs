@@ -14,6 +14,7 @@ use crate::error::{FormatError, GgufError};
 use crate::error::{Result, Unsupported};
 use crate::load::gguf::Header;
 use crate::load::gguf::metadata::{Metadata, Value};
+use crate::load::gguf::recurrent;
 use crate::load::gguf::tokenizer::GgufTokenizer;
 
 /// llama.cpp's default where the file has no base.
@@ -77,6 +78,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         query_scaling: query_scaling(&keys, arch, max_positions)?,
         window: None,
         windowed: Vec::new(),
+        delta_net: recurrent::delta_net(&keys, arch)?,
+        recurrent: Vec::new(),
         score_scale: score_scale(&keys, arch, &ModelSizes { n_layers, d_model, n_heads, d_head })?,
         attn_soft_cap: keys.soft_cap("attn_logit_softcapping", arch.attn_soft_cap)?,
         logit_soft_cap: keys.soft_cap("final_logit_softcapping", arch.logit_soft_cap)?,
@@ -87,7 +90,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         },
         residual_scale: keys.multiplier("residual_scale")?,
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
-        experts: experts(&keys, n_experts)?,
+        experts: experts(&keys, arch, n_experts)?,
+        d_shared: recurrent::d_shared(&keys, arch)?,
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
         qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
         o_bias: has_bias(header, arch, arch.biases.o, &[LayerWeight::OBias]),
@@ -98,6 +102,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     };
     keys.expect_whole_head_rotated(arch, d_head)?;
     config.check()?;
+    config.recurrent = recurrent::layers(&keys, arch, n_layers)?;
     config.rotated = rotated_layers(arch, n_layers);
     (config.window, config.windowed) = window(&keys, arch, n_layers, max_positions)?;
     if tokenizer.tokens.len() != vocab_size {
@@ -305,13 +310,15 @@ fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f
     Ok(1.0 / (by_width.unwrap_or(sizes.d_head) as f32).sqrt())
 }
 
-fn experts(keys: &Keys<'_>, n: usize) -> Result<Option<Experts>> {
+fn experts(keys: &Keys<'_>, arch: &ArchSpec, n: usize) -> Result<Option<Experts>> {
     if n == 0 {
         return Ok(None);
     }
     keys.expect_neutral("expert_weights_scale", &[0.0, 1.0])?;
-    if let Some(shared) = keys.size("expert_shared_count")?.filter(|&shared| shared > 0) {
-        return Err(Unsupported::feature("shared experts", shared, "none").into());
+    let n_shared = usize::from(arch.shared_expert);
+    if let Some(shared) = keys.size("expert_shared_count")?.filter(|&shared| shared > n_shared) {
+        let supported = if arch.shared_expert { "1" } else { "none" };
+        return Err(Unsupported::feature("shared experts", shared, supported).into());
     }
     // 0 is unset, 1 is softmax.
     if let Some(gating) = keys.size("expert_gating_func")?.filter(|&gating| gating > 1) {
@@ -322,18 +329,18 @@ fn experts(keys: &Keys<'_>, n: usize) -> Result<Option<Experts>> {
 }
 
 /// The keys below `<architecture>.`.
-struct Keys<'a> {
+pub(super) struct Keys<'a> {
     metadata: &'a Metadata<'a>,
     architecture: &'a str,
 }
 
 impl Keys<'_> {
-    fn full(&self, key: &str) -> String {
+    pub(super) fn full(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
     }
 
     /// Reads a whole number. Errors: another type; an array (a size for each layer).
-    fn size(&self, key: &str) -> Result<Option<usize>> {
+    pub(super) fn size(&self, key: &str) -> Result<Option<usize>> {
         let key = self.full(key);
         if let Some(Value::Array(_)) = self.metadata.get(&key) {
             return Err(Unsupported::feature("a size for each layer", key, "one size for all layers").into());
@@ -354,7 +361,7 @@ impl Keys<'_> {
         Err(Unsupported::feature("a size for each layer", full, "one size for all layers").into())
     }
 
-    fn required_size(&self, key: &str) -> Result<usize> {
+    pub(super) fn required_size(&self, key: &str) -> Result<usize> {
         required(self.size(key)?, &self.full(key))
     }
 

@@ -13,6 +13,8 @@
 pub(crate) mod config;
 mod cursor;
 pub mod metadata;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+mod recurrent;
 mod table;
 pub mod tokenizer;
 

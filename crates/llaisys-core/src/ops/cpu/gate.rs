@@ -105,8 +105,7 @@ struct Silu;
 impl Function for Silu {
     #[inline(always)]
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F {
-        let negative = lanes.sub(lanes.splat(0.0), x);
-        lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
+        silu(lanes, x)
     }
 }
 
@@ -117,6 +116,13 @@ impl Function for Gelu {
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F {
         gelu_of(lanes, x)
     }
+}
+
+/// silu of `N` numbers.
+#[inline(always)]
+pub(super) fn silu<L: Lanes>(lanes: L, x: L::F) -> L::F {
+    let negative = lanes.sub(lanes.splat(0.0), x);
+    lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
 }
 
 struct GeluTanh;

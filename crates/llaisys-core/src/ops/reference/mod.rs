@@ -3,7 +3,11 @@
 pub mod add;
 pub mod argmax;
 pub mod attention;
+pub mod causal_conv;
+pub mod delta_gates;
+pub mod delta_rule;
 pub mod embed;
+pub mod gated_norm;
 pub mod gather;
 pub mod geglu;
 pub mod gelu;
@@ -16,5 +20,6 @@ pub mod route;
 pub mod scale;
 pub mod scale_rows;
 pub mod scatter_add;
+pub mod sigmoid_gate;
 pub mod soft_cap;
 pub mod swiglu;

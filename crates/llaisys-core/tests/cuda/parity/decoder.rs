@@ -75,8 +75,14 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
             rows.extend(range.clone().map(row));
         }
         let attention = AttentionRows { cells: &listed, rows: &rows, window: None };
-        let rows =
-            ForwardRows { tokens: &tokens, positions: &positions, cells: &cells, attention, windowed: None };
+        let rows = ForwardRows {
+            tokens: &tokens,
+            positions: &positions,
+            cells: &cells,
+            attention,
+            windowed: None,
+            recurrent: None,
+        };
         let outputs: Vec<usize> = (0..tokens.len()).collect();
         case("decoder", element, format!("{:?}, {} rows", decoder.config().arch.architecture, tokens.len()));
         let at = decoder.forward(device, &rows, &outputs).unwrap();

@@ -268,6 +268,7 @@ fn forward(Target { device, decoder }: Target<'_>, batch: &Batch, planned: Plann
         cells: &placed,
         attention: of(&full),
         windowed: decoder.config().window.map(|_| of(&windowed)),
+        recurrent: None,
     };
     decoder.forward(device, &rows, outputs).expect("no call of the device fails");
 }

@@ -1,0 +1,121 @@
+//! What mixes the positions of a sequence in a layer: attention, or the recurrent part.
+
+use super::{ABSENT, Projection, Target, vector};
+use crate::arch::spec::LayerWeight;
+use crate::ops::packed::PackedMatrix;
+
+/// The weights of attention, or of the recurrent part.
+#[derive(Debug)]
+pub enum Mixer {
+    /// Attention.
+    Attention(Attention),
+    /// Gated DeltaNet.
+    DeltaNet(DeltaNetWeights),
+}
+
+/// The weights of attention.
+#[derive(Debug)]
+pub struct Attention {
+    /// `[n_heads * d_head, d_model]`.
+    pub q: Projection,
+    /// `[n_kv_heads * d_head, d_model]`.
+    pub k: Projection,
+    /// `[n_kv_heads * d_head, d_model]`.
+    pub v: Projection,
+    /// Gate of the attended values, `[n_heads * d_head, d_model]`.
+    pub gate: Option<PackedMatrix>,
+    /// Norm of each query head, `[d_head]`, or of all together, `[n_heads * d_head]`.
+    pub q_norm: Option<Vec<f32>>,
+    /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
+    pub k_norm: Option<Vec<f32>>,
+    /// `[d_model, n_heads * d_head]`.
+    pub o: Projection,
+}
+
+/// The weights of a Gated DeltaNet layer.
+#[derive(Debug)]
+pub struct DeltaNetWeights {
+    /// `[n_keys * d_key, d_model]`.
+    pub q: PackedMatrix,
+    /// `[n_keys * d_key, d_model]`.
+    pub k: PackedMatrix,
+    /// `[n_values * d_value, d_model]`.
+    pub v: PackedMatrix,
+    /// Gate of the output, `[n_values * d_value, d_model]`.
+    pub z: PackedMatrix,
+    /// Write strengths before the sigmoid, `[n_values, d_model]`, in f32: an error would add up over the positions.
+    pub b: PackedMatrix,
+    /// Decays before softplus and rate, as `b`.
+    pub a: PackedMatrix,
+    /// Taps of the short convolutions of queries, keys and values, `[n_taps, channels]`, the newest last.
+    pub taps: [Vec<f32>; 3],
+    /// Decay rates, `[n_values]`.
+    pub rate: Vec<f32>,
+    /// Added to `a`, `[n_values]`.
+    pub dt_bias: Vec<f32>,
+    /// Norms of queries and keys to length 1, as weights of `rms_norm`; that of queries contains the scale of scores.
+    /// `[d_key]` each.
+    pub unit: [Vec<f32>; 2],
+    /// Norm of each head's output, `[d_value]`.
+    pub norm: Vec<f32>,
+    /// `[d_model, n_values * d_value]`.
+    pub out: Projection,
+}
+
+impl Mixer {
+    /// As [`Weights::targets`](super::Weights::targets). Weights of models with recurrent layers are not replaced.
+    pub(super) fn targets(&mut self, part: LayerWeight) -> Vec<(Target<'_>, usize)> {
+        let Mixer::Attention(attention) = self else { panic!("{ABSENT}") };
+        let target = match part {
+            LayerWeight::Qkv => {
+                let (q, k) = (attention.q.matrix.n_rows(), attention.k.matrix.n_rows());
+                return vec![
+                    (Target::Matrix(&mut attention.q.matrix), 0),
+                    (Target::Matrix(&mut attention.k.matrix), q),
+                    (Target::Matrix(&mut attention.v.matrix), q + k),
+                ];
+            }
+            LayerWeight::Q => Target::Matrix(&mut attention.q.matrix),
+            LayerWeight::K => Target::Matrix(&mut attention.k.matrix),
+            LayerWeight::V => Target::Matrix(&mut attention.v.matrix),
+            LayerWeight::QBias => vector(&mut attention.q.bias),
+            LayerWeight::KBias => vector(&mut attention.k.bias),
+            LayerWeight::VBias => vector(&mut attention.v.bias),
+            LayerWeight::O => Target::Matrix(&mut attention.o.matrix),
+            LayerWeight::OBias => vector(&mut attention.o.bias),
+            LayerWeight::QNorm => vector(&mut attention.q_norm),
+            LayerWeight::KNorm => vector(&mut attention.k_norm),
+            _ => panic!("{ABSENT}"),
+        };
+        vec![(target, 0)]
+    }
+
+    pub(super) fn n_bytes(&self) -> usize {
+        match self {
+            Mixer::Attention(attention) => attention.n_bytes(),
+            Mixer::DeltaNet(delta_net) => delta_net.n_bytes(),
+        }
+    }
+}
+
+impl Attention {
+    fn n_bytes(&self) -> usize {
+        let Attention { q, k, v, gate, q_norm, k_norm, o } = self;
+        let matrices = [&q.matrix, &k.matrix, &v.matrix, &o.matrix];
+        let vectors = [q_norm, k_norm, &q.bias, &k.bias, &v.bias, &o.bias];
+        let n_values = vectors.into_iter().flatten().map(Vec::len).sum::<usize>();
+        let n_bytes = matrices.into_iter().chain(gate).map(PackedMatrix::n_bytes).sum::<usize>();
+        n_bytes + n_values * size_of::<f32>()
+    }
+}
+
+impl DeltaNetWeights {
+    /// Without `unit`, which is no weight of the model.
+    fn n_bytes(&self) -> usize {
+        let DeltaNetWeights { q, k, v, z, b, a, taps, rate, dt_bias, unit: _, norm, out } = self;
+        let matrices = [q, k, v, z, b, a, &out.matrix];
+        let vectors = taps.iter().chain([rate, dt_bias, norm]);
+        let n_values = vectors.map(Vec::len).sum::<usize>();
+        matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>() + n_values * size_of::<f32>()
+    }
+}

@@ -1,0 +1,141 @@
+//! Models with recurrent layers: a sequence has the same bits wherever its decodes begin and whatever else they compute,
+//! and a rejected decode or a faulty row leaves its state as it was.
+
+use crate::common::{Outputs, Rows, feed, settings};
+use crate::model_files::golden;
+use llaisys_core::batch::output;
+use llaisys_core::context::{Context, ContextConfig, DecodeRequest, RowMasks};
+use llaisys_core::dtype::ComputeMode;
+use llaisys_core::error::Error;
+
+const NAMES: [&str; 3] = ["qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16"];
+const VOCAB: usize = 600;
+
+fn open(name: &str, config: ContextConfig) -> Context {
+    Context::load(&golden(name), config).unwrap()
+}
+
+fn tokens(seed: i32, n: i32) -> Vec<i32> {
+    (0..n).map(|i| (i * 37 + seed * 101 + i * i) % VOCAB as i32).collect()
+}
+
+#[test]
+fn bits_do_not_depend_on_where_decodes_begin() {
+    for name in NAMES {
+        for mode in [ComputeMode::Float32, ComputeMode::Auto, ComputeMode::Int8] {
+            for n_threads in [1, 3] {
+                let mut context = open(name, ContextConfig { mode, n_threads, n_batch: 16, ..settings() });
+                let tokens = tokens(1, 40);
+                let whole = context.seq_acquire(0).unwrap();
+                let want = feed(&mut context, whole, &tokens, 40);
+                // Passes of 16 rows, decodes of other lengths, single rows.
+                for chunk in [1, 7, 16] {
+                    let seq = context.seq_acquire(0).unwrap();
+                    let got = feed(&mut context, seq, &tokens, chunk);
+                    assert!(got == want, "{name} {mode:?}: decodes of {chunk}");
+                    context.seq_release(seq).unwrap();
+                }
+                context.check_integrity();
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_several_sequences_may_be_interleaved() {
+    let mut context = open("qwen3_5_bf16", settings());
+    let all = [tokens(1, 12), tokens(2, 12)];
+    let want = all.clone().map(|tokens| {
+        let seq = context.seq_acquire(0).unwrap();
+        let outputs = feed(&mut context, seq, &tokens, 12);
+        context.seq_release(seq).unwrap();
+        outputs.logits
+    });
+    let seqs = [(); 2].map(|()| context.seq_acquire(0).unwrap());
+    let mut rows = Rows::default();
+    for t in 0..12 {
+        for (seq, tokens) in seqs.iter().zip(&all) {
+            rows = rows.row(tokens[t], t as i32, &[*seq], output::LOGITS | output::HIDDEN);
+        }
+    }
+    let mut got = Outputs::default();
+    got.push(&rows.decode(&mut context).unwrap());
+    for (i, want) in want.iter().enumerate() {
+        let own: Vec<u32> = got.logits.chunks_exact(VOCAB).skip(i).step_by(2).flatten().copied().collect();
+        assert!(own == *want, "sequence {i}");
+    }
+}
+
+#[test]
+fn forks_continue_from_a_copy_of_the_state() {
+    let mut context = open("qwen3_5_bf16", settings());
+    let tokens = tokens(3, 30);
+    let [a, b, whole] = [(); 3].map(|()| context.seq_acquire(0).unwrap());
+    let want = feed(&mut context, whole, &tokens, 30);
+    feed(&mut context, a, &tokens[..20], 20);
+    context.kv_seq_cp(a, b, -1, -1).unwrap();
+    let other = Rows::default().row(5, 20, &[a], output::LOGITS);
+    other.decode(&mut context).unwrap();
+    context.seq_release(a).unwrap();
+    let mut got = Outputs::default();
+    got.push(&Rows::default().run(b, 20, &tokens[20..]).decode(&mut context).unwrap());
+    assert!(got.logits[..] == want.logits[20 * VOCAB..]);
+    context.check_integrity();
+}
+
+#[test]
+fn a_rejected_decode_and_a_faulty_row_leave_the_state_as_it_was() {
+    let mut context = open("qwen3_5_moe_bf16", ContextConfig { n_cells: 64, ..settings() });
+    let tokens = tokens(4, 30);
+    let [seq, other, whole] = [(); 3].map(|()| context.seq_acquire(0).unwrap());
+    let want = feed(&mut context, whole, &tokens, 30);
+    context.kv_seq_rm(whole, -1, -1).unwrap();
+    feed(&mut context, seq, &tokens[..20], 20);
+    let digest = context.digest();
+    // Too few cells.
+    let long: Vec<i32> = vec![1; 60];
+    assert!(matches!(Rows::default().run(seq, 20, &long).decode(&mut context), Err(Error::Exhausted(_))));
+    // A draft is refused by name.
+    let flags = output::LOGITS | output::DRAFT;
+    let draft = Rows::default().row(7, 20, &[seq], output::LOGITS).row(8, 21, &[seq], flags);
+    let error = draft.decode(&mut context).unwrap_err().to_string();
+    assert!(error.contains("row 1 is a draft") && error.contains("recurrent layers"), "{error}");
+    assert_eq!(context.digest(), digest);
+    // The third row of the sequence allows no token: none of its rows is kept, those of the other are.
+    let rows = Rows::default().run(seq, 20, &tokens[20..24]).run(other, 0, &tokens[..2]);
+    let bits = vec![0; VOCAB.div_ceil(32)];
+    let masks = Some(RowMasks { rows: &[2], bits: &bits });
+    let result =
+        context.decode(&DecodeRequest { arrays: rows.arrays(), masks, return_logits: false }).unwrap();
+    assert_eq!(result.faults.iter().map(|(row, _)| *row).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    let sampled: Vec<bool> = result.token_ids.iter().map(|id| *id >= 0).collect();
+    assert_eq!(sampled, [false, false, false, false, true, true]);
+    let ends = [seq, other].map(|seq| context.kv_seq_pos_max(seq).unwrap());
+    assert_eq!(ends, [Some(19), Some(1)]);
+    context.check_integrity();
+    let both = Rows::default().run(other, 2, &tokens[2..5]).run(seq, 20, &tokens[20..]);
+    let mut got = Outputs::default();
+    got.push(&both.decode(&mut context).unwrap());
+    assert!(got.logits[..3 * VOCAB] == want.logits[2 * VOCAB..5 * VOCAB]);
+    assert!(got.logits[3 * VOCAB..] == want.logits[20 * VOCAB..]);
+}
+
+#[test]
+fn what_needs_a_state_at_another_position_is_refused_by_name() {
+    let mut context = open("qwen3_next_bf16", settings());
+    let [a, b] = [(); 2].map(|()| context.seq_acquire(0).unwrap());
+    feed(&mut context, a, &tokens(5, 10), 10);
+    let digest = context.digest();
+    let errors = [
+        context.kv_seq_rm(a, 8, -1).unwrap_err(),
+        context.kv_seq_cp(a, b, 0, 9).unwrap_err(),
+        context.kv_seq_add(a, 0, -1, 1).unwrap_err(),
+        Rows::default().row(1, 0, &[b, a], output::LOGITS).decode(&mut context).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(error.to_string().contains("recurrent layers"), "{error}");
+    }
+    let weight = context.replace_weight("model.norm.weight", &[48], &[1.0; 48]).unwrap_err().to_string();
+    assert!(weight.contains("recurrent layers"), "{weight}");
+    assert_eq!(context.digest(), digest);
+}
