@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from playwright.sync_api import Browser, expect
 
+from axe import violations
 from chatpage import Chat
 from serving import Server
 
-AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = (
     "### A heading\n\nText with `code`, a [link](https://example.com) and $x^2$.\n\n"
     "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |\n\n- [x] done\n- [ ] open **task**\n\n"
     f"$$\n{' + '.join('abcdefghijklmnopqrstuvwxyz' * 2)}\n$$\n"
 )
-
-
-def violations(chat: Chat) -> list[str]:
-    """Return the violations that axe finds: rule, help and element."""
-    chat.page.evaluate(AXE.read_text("utf-8"))
-    found: dict[str, Any] = chat.page.evaluate("axe.run()")
-    return [
-        f"{rule['id']}: {rule['help']}: {node['target']} {node['failureSummary']}"
-        for rule in found["violations"]
-        for node in rule["nodes"]
-    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

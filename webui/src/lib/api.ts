@@ -1,6 +1,7 @@
 // The only file that talks HTTP to the model's API. Errors carry the server's own words.
 
 import { events } from "./sse";
+import type { Candidate, Token } from "./tokens";
 import type { Failure, Params, Usage } from "./types";
 
 /** A completion waits at most this long for its number of drafts. */
@@ -46,7 +47,8 @@ export type Piece =
   | { kind: "tool"; tool: ToolPiece }
   | { kind: "finish"; reason: string }
   | { kind: "usage"; usage: Usage }
-  | { kind: "id"; id: string };
+  | { kind: "id"; id: string }
+  | { kind: "tokens"; tokens: Token[] };
 
 /** The served models; the first is the default. Throws ApiError. */
 export async function listModels(key: string): Promise<Model[]> {
@@ -84,12 +86,7 @@ export async function* streamChat(
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
   };
-  const answer = await call("/v1/chat/completions", key, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(streamed),
-    signal,
-  });
+  const answer = await post("/v1/chat/completions", streamed, key, signal);
   let named = false;
   try {
     for await (const data of events(answer.body!)) {
@@ -115,6 +112,7 @@ interface Chunk {
       reasoning?: string | null;
       tool_calls?: { index: number; id?: string; function?: { name?: string; arguments?: string } }[];
     };
+    logprobs?: { content?: (WireCandidate & { top_logprobs?: WireCandidate[] })[] | null } | null;
     finish_reason?: string | null;
   }[];
   usage?: {
@@ -122,6 +120,16 @@ interface Chunk {
     completion_tokens: number;
     prompt_tokens_details?: { cached_tokens?: number } | null;
   } | null;
+}
+
+interface WireCandidate {
+  token: string;
+  logprob: number;
+  bytes: number[] | null;
+}
+
+function candidate({ token, logprob, bytes }: WireCandidate): Candidate {
+  return { text: token, logprob, isPart: bytes === null };
 }
 
 function* pieces(chunk: Chunk, status: number): Generator<Piece> {
@@ -132,6 +140,14 @@ function* pieces(chunk: Chunk, status: number): Generator<Piece> {
   }
   const choice = chunk.choices?.[0];
   const delta = choice?.delta ?? {};
+  const scored = choice?.logprobs?.content ?? [];
+  if (scored.length > 0) {
+    const tokens = scored.map((each) => ({
+      ...candidate(each),
+      top: (each.top_logprobs ?? []).map(candidate),
+    }));
+    yield { kind: "tokens", tokens };
+  }
   const reasoning = delta.reasoning_content ?? delta.reasoning;
   if (reasoning) yield { kind: "reasoning", text: reasoning };
   if (delta.content) yield { kind: "text", text: delta.content };
@@ -147,6 +163,32 @@ function* pieces(chunk: Chunk, status: number): Generator<Piece> {
     yield { kind: "usage", usage };
   }
   if (choice?.finish_reason) yield { kind: "finish", reason: choice.finish_reason };
+}
+
+/**
+ * The tokens of a prompt, each with its `top` likeliest candidates. The server computes the whole prompt for them, what
+ * is cached too. Throws ApiError.
+ */
+export async function scorePrompt(body: Record<string, unknown>, top: number, key: string): Promise<Token[]> {
+  const asked = { ...body, prompt_logprobs: top, max_tokens: 1, return_token_ids: true };
+  const answer = await post("/v1/chat/completions", asked, key);
+  const { prompt_token_ids: ids, prompt_logprobs: scored } = (await answer.json()) as ScoredPrompt;
+  return ids.map((id, i) => {
+    const all = Object.entries(scored[i] ?? {}).map(([other, { logprob, decoded_token: text }]) => ({
+      id: Number(other),
+      candidate: { text, logprob, isPart: text.includes("\ufffd") },
+    }));
+    all.sort((a, b) => b.candidate.logprob - a.candidate.logprob);
+    const chosen = all.find((one) => one.id === id)?.candidate;
+    const unknown = { text: "", logprob: 0, isPart: false };
+    return { ...(chosen ?? unknown), top: all.slice(0, top).map((one) => one.candidate) };
+  });
+}
+
+interface ScoredPrompt {
+  prompt_token_ids: number[];
+  /** One for each token, by token id; null for the first. */
+  prompt_logprobs: (Record<string, { logprob: number; decoded_token: string }> | null)[];
 }
 
 /** The drafts of a completion (speculative decoding); null without any, or if the server does not know them. */
@@ -166,6 +208,11 @@ export async function fetchDrafts(
   } catch {
     return null;
   }
+}
+
+function post(path: string, body: unknown, key: string, signal?: AbortSignal): Promise<Response> {
+  const headers = { "content-type": "application/json" };
+  return call(path, key, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 /** One HTTP exchange with the key, if there is one. Throws ApiError unless the status is a 2xx. */

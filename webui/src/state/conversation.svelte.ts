@@ -4,12 +4,14 @@ import { contextNumbers, dropOldest, sent, wireMessages } from "../lib/context";
 import { newId } from "../lib/id";
 import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
+import { textBefore, type Unit } from "../lib/tokens";
 import * as trees from "../lib/tree";
 import type { ChatSettings, Message, Session } from "../lib/types";
-import { Generation, isCutInReasoning } from "./generation";
+import { Generation, isCutInReasoning, type Sink } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
 import { server } from "./server.svelte";
+import { tokenView } from "./tokens.svelte";
 import { t, ui } from "./ui.svelte";
 
 export class Conversation {
@@ -81,6 +83,22 @@ export class Conversation {
   /** Goes on where an answer was cut. */
   continueAnswer(answer: Message): void {
     this.#generate(answer, { failure: undefined });
+  }
+
+  /** A version of an answer that begins with these tokens and is continued by the model. */
+  branchAt(answer: Message, units: readonly Unit[]): void {
+    const { parent, reasoning } = answer;
+    const content = textBefore(units, units.length);
+    const made = this.#add({ role: "assistant", content, reasoning, parent, end: "running" });
+    tokenView.keep(made.id, units);
+    this.#generate(made, {});
+  }
+
+  /** Asks for the tokens of an answer that was generated without the token view. */
+  computeTokens(answer: Message): void {
+    const { model, messages } = this.#request(answer, answer.model);
+    const body = { model, messages, add_generation_prompt: false, continue_final_message: true };
+    void tokenView.compute(answer, body);
   }
 
   stop(): void {
@@ -156,8 +174,11 @@ export class Conversation {
     const generation = new Generation(message);
     this.running = generation;
     this.library.keep(this);
-    const sink = {
-      draw: (changed: Partial<Message>) => {
+    const recorder = tokenView.recorder(this.id, message);
+    const sink: Sink = {
+      seen: (piece) => recorder?.seen(piece),
+      draw: (changed) => {
+        recorder?.draw(changed.end !== "running");
         this.tree = trees.update(this.tree, message.id, changed);
       },
       save: () => {
@@ -186,6 +207,7 @@ export class Conversation {
       ...this.settings.params,
       ...(model ? { model } : {}),
       messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
+      ...tokenView.fields(this.id),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
     };
   }

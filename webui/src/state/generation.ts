@@ -1,6 +1,6 @@
 // One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
 
-import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
+import { ApiError, fetchDrafts, streamChat, type Piece, type ToolPiece } from "../lib/api";
 import { continuedTiming, continuedUsage } from "../lib/figures";
 import { continueReasoning, splitReasoning } from "../lib/reasoning";
 import type { End, Failure, Message, Timing, ToolCall, Usage } from "../lib/types";
@@ -10,6 +10,8 @@ const SAVE_MS = 400;
 const LEAVE_MS = 100;
 
 export interface Sink {
+  /** Each piece of the stream, before it is drawn. */
+  seen(piece: Piece): void;
   /** The fields that changed; called once a frame. */
   draw(fields: Partial<Message>): void;
   /** Time to write what has been drawn; at the first piece, twice a second at most, when the page goes, at the end. */
@@ -62,6 +64,7 @@ export class Generation {
     addEventListener("pagehide", save);
     try {
       for await (const piece of streamChat(body, key, this.#control.signal)) {
+        sink.seen(piece);
         switch (piece.kind) {
           case "text":
             this.#append(piece.text);
@@ -78,6 +81,8 @@ export class Generation {
             break;
           case "id":
             this.#id = piece.id;
+            continue;
+          case "tokens":
             continue;
           case "finish":
             this.#end = endOf(piece.reason);
