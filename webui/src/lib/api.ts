@@ -1,11 +1,12 @@
 // The only file that talks HTTP to the model's API. Errors carry the server's own words.
 
 import { events } from "./sse";
+import type { SpanKind, Timeline } from "./timeline";
 import type { Candidate, Token } from "./tokens";
 import type { Failure, Params, Usage } from "./types";
 
-/** A completion waits at most this long for its number of drafts. */
-const DRAFTS_MS = 2000;
+/** A completion waits at most this long for its timeline. */
+const TIMELINE_MS = 2000;
 
 /** An answer that is not a 200, or an error frame inside a stream. `status` 0: there was no answer at all. */
 export class ApiError extends Error {
@@ -191,23 +192,44 @@ interface ScoredPrompt {
   prompt_logprobs: (Record<string, { logprob: number; decoded_token: string }> | null)[];
 }
 
-/** The drafts of a completion (speculative decoding); null without any, or if the server does not know them. */
-export async function fetchDrafts(
-  id: string,
-  key: string,
-): Promise<{ draftTokens: number; acceptedTokens: number } | null> {
+/** What the time of a request was spent on, up to now; null if the server does not know it. */
+export async function fetchTimeline(id: string, key: string): Promise<Timeline | null> {
   try {
-    const signal = AbortSignal.timeout(DRAFTS_MS);
+    const signal = AbortSignal.timeout(TIMELINE_MS);
     const answer = await call(`/v1/requests/${encodeURIComponent(id)}/timeline`, key, { signal });
-    const timeline = (await answer.json()) as {
-      choices: { num_draft_tokens?: number; num_accepted_tokens?: number }[];
-    };
-    const { num_draft_tokens: draftTokens = 0, num_accepted_tokens: acceptedTokens = 0 } =
-      timeline.choices[0] ?? {};
-    return draftTokens > 0 ? { draftTokens, acceptedTokens } : null;
+    const { choices } = (await answer.json()) as { choices: WireTimeline[] };
+    return choices[0] ? timelineOf(choices[0]) : null;
   } catch {
     return null;
   }
+}
+
+interface WireTimeline {
+  arrived_at: number;
+  is_over: boolean;
+  total_s: number;
+  seconds: Partial<Record<SpanKind, number>>;
+  num_draft_tokens: number;
+  num_accepted_tokens: number;
+  spans: { kind: SpanKind; start_s: number; end_s: number; by: string[] }[];
+}
+
+function timelineOf(wire: WireTimeline): Timeline {
+  const sums = Object.entries(wire.seconds).map(([kind, seconds]) => [kind, 1000 * seconds]);
+  return {
+    arrivedMs: 1000 * wire.arrived_at,
+    totalMs: 1000 * wire.total_s,
+    isOver: wire.is_over,
+    spans: wire.spans.map(({ kind, start_s, end_s, by }) => ({
+      kind,
+      startMs: 1000 * start_s,
+      endMs: 1000 * end_s,
+      by,
+    })),
+    sums: Object.fromEntries(sums) as Timeline["sums"],
+    draftTokens: wire.num_draft_tokens,
+    acceptedTokens: wire.num_accepted_tokens,
+  };
 }
 
 function post(path: string, body: unknown, key: string, signal?: AbortSignal): Promise<Response> {

@@ -10,6 +10,7 @@ import type { ChatSettings, Message, Session } from "../lib/types";
 import { Generation, isCutInReasoning, type Sink } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
+import { noteRequest } from "./requests";
 import { server } from "./server.svelte";
 import { tokenView } from "./tokens.svelte";
 import { t, ui } from "./ui.svelte";
@@ -55,7 +56,13 @@ export class Conversation {
   /** Asks again: the same answer if nothing came, else a further branch beside it. */
   regenerate(answer: Message): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
-      const empty = { failure: undefined, usage: undefined, timing: undefined, createdMs: Date.now() };
+      const empty = {
+        failure: undefined,
+        usage: undefined,
+        timing: undefined,
+        timeUse: undefined,
+        createdMs: Date.now(),
+      };
       this.#generate({ ...answer, ...empty }, empty);
     } else {
       this.#answer(answer.parent);
@@ -176,7 +183,10 @@ export class Conversation {
     this.library.keep(this);
     const recorder = tokenView.recorder(this.id, message);
     const sink: Sink = {
-      seen: (piece) => recorder?.seen(piece),
+      seen: (piece) => {
+        if (piece.kind === "id") noteRequest(piece.id, this.id);
+        recorder?.seen(piece);
+      },
       draw: (changed) => {
         recorder?.draw(changed.end !== "running");
         this.tree = trees.update(this.tree, message.id, changed);
