@@ -31,6 +31,8 @@ export interface Model {
   maxModelLen: number | null;
   /** Sampling parameters that the model sets where a request does not; empty if the server does not say. */
   defaults: Params;
+  /** When the server was started, since 1970: its cache was empty then. */
+  startedMs: number;
 }
 
 /** A tool call comes in pieces: `index` tells which call a piece belongs to. */
@@ -59,11 +61,13 @@ export async function listModels(key: string): Promise<Model[]> {
     id: card.id,
     maxModelLen: card.max_model_len ?? null,
     defaults: card.default_sampling_params ?? {},
+    startedMs: 1000 * (card.created ?? 0),
   }));
 }
 
 interface Card {
   id: string;
+  created?: number;
   max_model_len?: number | null;
   default_sampling_params?: Params;
 }
@@ -164,6 +168,16 @@ function* pieces(chunk: Chunk, status: number): Generator<Piece> {
     yield { kind: "usage", usage };
   }
   if (choice?.finish_reason) yield { kind: "finish", reason: choice.finish_reason };
+}
+
+/** The number of tokens of a `prompt` or of a chat's `messages`. Throws ApiError. */
+export async function countTokens(
+  body: Record<string, unknown>,
+  key: string,
+  signal: AbortSignal,
+): Promise<number> {
+  const answer = await post("/tokenize", body, key, signal);
+  return ((await answer.json()) as { count: number }).count;
 }
 
 /**

@@ -148,6 +148,13 @@ export class Conversation {
     else this.continueAnswer(answer);
   }
 
+  /** Leaves the oldest turns out of what is sent next, which has this many tokens. */
+  makeRoom(tokens: number, limit: number): void {
+    const from = dropOldest(this.path, this.session?.contextFrom ?? null, tokens, limit);
+    if (from === null) ui.toast(t("nothing_to_drop"));
+    else this.library.change(this.id, { contextFrom: from });
+  }
+
   /** The context's size and what an answer asked for, if that is why it failed or was cut; else null. */
   contextOf(answer: Message): { limit: number; wanted: number } | null {
     if (answer.failure) {

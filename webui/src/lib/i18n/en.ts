@@ -99,6 +99,14 @@ export const en = {
   by_unknown: "a request of this key",
   list_comma: ", ",
   time_drafts: "Speculative decoding: {a} of {n} draft tokens were accepted.",
+  // the context of the next request
+  context_use: "{used} of {limit} tokens: {cached} cached, {fresh} new",
+  context_edit: "Editing: about {cached} tokens stay cached, {fresh} are computed again",
+  context_long:
+    "Tokens of the next request. The server computed the cached ones for earlier answers, and reuses them unless it needed their place.",
+  context_tight: "The context is nearly full: {n} tokens are left for the answer.",
+  context_over: "Too long by {n} tokens: the server will refuse it.",
+  context_make_room: "Leave out the oldest turns",
   // errors
   error_context: "Too long: {wanted} tokens asked for, the context holds {limit}",
   error_gone: "The server cannot be reached",
