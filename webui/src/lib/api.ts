@@ -1,6 +1,7 @@
 // The only file that talks HTTP to the model's API. Errors carry the server's own words.
 
 import { events } from "./sse";
+import type { RequestTimeline } from "./lanes";
 import type { SpanKind, Timeline } from "./timeline";
 import type { Candidate, Token } from "./tokens";
 import type { Failure, Params, Usage } from "./types";
@@ -216,6 +217,21 @@ export async function fetchTimeline(id: string, key: string): Promise<Timeline |
   } catch {
     return null;
   }
+}
+
+/** The newest requests of this key that are open or ended in the last `lastS` seconds, newest first. Throws ApiError. */
+export async function listRequests(
+  lastS: number,
+  limit: number,
+  key: string,
+): Promise<{ nowMs: number; requests: RequestTimeline[] }> {
+  const answer = await call(`/v1/requests?last_s=${lastS}&limit=${limit}`, key, {});
+  const { now, data } = (await answer.json()) as {
+    now: number;
+    data: { id: string; choices: WireTimeline[] }[];
+  };
+  const requests = data.map(({ id, choices }) => ({ id, timeline: timelineOf(choices[0]!) }));
+  return { nowMs: 1000 * now, requests };
 }
 
 interface WireTimeline {
