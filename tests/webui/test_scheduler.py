@@ -11,7 +11,13 @@ from axe import violations
 from chatpage import Chat
 from serving import Server
 
-ENDLESS = {"prompt": "x", "stream": True, "max_tokens": 100_000, "ignore_eos": True, "request_id": "elsewhere"}
+ENDLESS = {
+    "prompt": "x",
+    "stream": True,
+    "max_tokens": 100_000,
+    "ignore_eos": True,
+    "request_id": "elsewhere",
+}
 
 
 def test_each_request_has_a_lane(chat: Chat, tiny: Server) -> None:
