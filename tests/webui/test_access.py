@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from playwright.sync_api import Browser, expect
 
+from axe import violations
 from chatpage import Chat
 from serving import Server
 
-AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = (
     "### A heading\n\nText with `code`, a [link](https://example.com) and $x^2$.\n\n"
     "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |\n\n- [x] done\n- [ ] open **task**\n\n"
     f"$$\n{' + '.join('abcdefghijklmnopqrstuvwxyz' * 2)}\n$$\n"
 )
-
-
-def violations(chat: Chat) -> list[str]:
-    """Return the violations that axe finds: rule, help and element."""
-    chat.page.evaluate(AXE.read_text("utf-8"))
-    found: dict[str, Any] = chat.page.evaluate("axe.run()")
-    return [
-        f"{rule['id']}: {rule['help']}: {node['target']} {node['failureSummary']}"
-        for rule in found["violations"]
-        for node in rule["nodes"]
-    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -130,10 +116,10 @@ def test_everything_is_reachable_by_keyboard(chat: Chat) -> None:
     # The buttons of a completion are in the tab order.
     chat.completion.get_by_role("button", name="Copy").focus()
     reached = []
-    for _ in range(4):
+    for _ in range(5):
         keyboard.press("Tab")
         reached.append(chat.page.evaluate("document.activeElement.getAttribute('aria-label')"))
-    assert reached == ["Regenerate", "Edit answer", "Fork from here", "Delete message"]
+    assert reached == ["Regenerate", "Token view", "Edit answer", "Fork from here", "Delete message"]
     # Arrows move through the menu of a chat, and Enter chooses.
     chat.sessions.first.focus()
     keyboard.press("Tab")

@@ -3,6 +3,7 @@ import App from "./components/App.svelte";
 import { chatOf } from "./lib/address";
 import { Db } from "./lib/db";
 import "./styles/base.css";
+import "./styles/kinds.css";
 import "./styles/prose.css";
 import { library } from "./state/library.svelte";
 import { settings } from "./state/look.svelte";

@@ -95,6 +95,10 @@ class RequestRegistry:
             raise ApiError(404, "There is no such request.", code="not_found", param="request_id")
         return entry
 
+    def newest(self, client_id: str) -> Iterator[RequestEntry]:
+        """Yield the client's entries, open and ended, newest first."""
+        return (entry for entry in reversed(self._entries.values()) if entry.client_id == client_id)
+
     def name(self, request_id: RequestId, client_id: str) -> str:
         """Return the HTTP id of an engine request if it is the client's, otherwise `other`."""
         entry = self._by_request.get(request_id)

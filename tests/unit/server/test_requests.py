@@ -258,6 +258,36 @@ async def test_a_timeline_has_no_gaps_and_no_ids_of_other_keys(
         assert code(await http.get(f"/v1/requests/{path}/timeline")) == (404, "not_found")
 
 
+async def test_the_list_has_the_newest_requests_of_the_key(
+    http: httpx.AsyncClient, gate: Gate, state: ServerState
+) -> None:
+    """Requests of other keys are not listed; `last_s` leaves out requests that ended before."""
+    gate.n_free = 10**6
+    for name, headers in (("a", ONE), ("theirs", TWO), ("b", ONE)):
+        response = await http.post(CHAT, json={**BODIES[CHAT], "request_id": name}, headers=headers)
+        assert response.status_code == 200
+    gate.n_free = 0
+    work = asyncio.create_task(http.post(CHAT, json={**BODIES[CHAT], "request_id": "open"}))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    listing = asyncio.create_task(http.get("/v1/requests"))
+    client = services(state)[0]._client
+    assert client is not None
+    await until(lambda: bool(client._calls))
+    gate.opened.set()
+    reply = (await listing).json()
+    assert (await work).status_code == 200
+    ids = [each["id"] for each in reply["data"]]
+    assert (reply["object"], ids) == ("list", ["chatcmpl-open", "chatcmpl-b", "chatcmpl-a"])
+    assert [each["choices"][0]["is_over"] for each in reply["data"]] == [False, True, True]
+    assert all(each["choices"][0]["arrived_at"] <= reply["now"] for each in reply["data"])
+    whole = (await http.get("/v1/requests/chatcmpl-b/timeline")).json()
+    assert reply["data"][1]["choices"][0]["spans"] == whole["choices"][0]["spans"]
+    assert (await http.get("/v1/requests", params={"last_s": 0})).json()["data"] == []
+    assert len((await http.get("/v1/requests", params={"limit": 1})).json()["data"]) == 1
+    for params in ({"limit": 0}, {"limit": 65}, {"last_s": -1}, {"last_s": "nan"}):
+        assert (await http.get("/v1/requests", params=params)).status_code == 400
+
+
 async def test_a_rejected_request_hides_the_timeline_of_its_reused_id(
     http: httpx.AsyncClient, gate: Gate
 ) -> None:

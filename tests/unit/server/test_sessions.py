@@ -253,6 +253,7 @@ def test_the_openapi_document_has_all_session_routes() -> None:
         "/v1/sessions",
         "/v1/sessions/{session_id}",
         *(f"/v1/sessions/{{session_id}}/{what}" for what in ("fork", "trim", "save", "restore")),
+        "/v1/requests",
         "/v1/requests/{request_id}/cancel",
         "/v1/requests/{request_id}/timeline",
     }

@@ -1,6 +1,7 @@
 // Export and import. JSON holds whole sessions with all branches; Markdown holds the chosen path of one.
 
 import { newId } from "./id";
+import { readTimeUse } from "./timeline";
 import { cleanTitle, titleOf } from "./title";
 import { fromMessages } from "./tree";
 import { EFFORTS, type ChatSettings, type Effort, type End, type Failure, type Message } from "./types";
@@ -144,6 +145,8 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
     message.usage = { ...usage, ...numbersOf(value.usage, ["draftTokens", "acceptedTokens"] as const) };
   const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
   if (timing) message.timing = { ...timing, ...numbersOf(value.timing, ["reasoningMs"] as const) };
+  const timeUse = readTimeUse(value.timeUse);
+  if (timeUse) message.timeUse = timeUse;
   if (isObject(value.failure)) message.failure = failureOf(value.failure);
   return message;
 }

@@ -1,5 +1,7 @@
 // The values that the page keeps. What is stored and exported has exactly these shapes.
 
+import type { TimeUse } from "./timeline";
+
 export type Role = "system" | "user" | "assistant" | "tool";
 
 /** Why an answer ended. `running`: it has not; one found in the store was cut off by a reload. */
@@ -57,6 +59,7 @@ export interface Message {
   end?: End;
   usage?: Usage;
   timing?: Timing;
+  timeUse?: TimeUse;
   failure?: Failure;
 }
 

@@ -6,12 +6,15 @@ import { newId } from "../lib/id";
 import { chatFields } from "../lib/request";
 import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
+import { textBefore, type Unit } from "../lib/tokens";
 import * as trees from "../lib/tree";
 import type { ChatSettings, Message, Session } from "../lib/types";
-import { Generation, isCutInReasoning } from "./generation";
+import { Generation, isCutInReasoning, type Sink } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
+import { noteRequest } from "./requests";
 import { server } from "./server.svelte";
+import { tokenView } from "./tokens.svelte";
 import { t, ui } from "./ui.svelte";
 
 export class Conversation {
@@ -55,7 +58,13 @@ export class Conversation {
   /** Asks again: the same answer if nothing came, else a further branch beside it. */
   regenerate(answer: Message): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
-      const empty = { failure: undefined, usage: undefined, timing: undefined, createdMs: Date.now() };
+      const empty = {
+        failure: undefined,
+        usage: undefined,
+        timing: undefined,
+        timeUse: undefined,
+        createdMs: Date.now(),
+      };
       this.#generate({ ...answer, ...empty }, empty);
     } else {
       this.#answer(answer.parent);
@@ -92,6 +101,22 @@ export class Conversation {
       parent = this.#add({ role: "tool", content: results[i] ?? "", toolCallId, parent }).id;
     });
     this.#answer(parent);
+  }
+
+  /** A version of an answer that begins with these tokens and is continued by the model. */
+  branchAt(answer: Message, units: readonly Unit[]): void {
+    const { parent, reasoning } = answer;
+    const content = textBefore(units, units.length);
+    const made = this.#add({ role: "assistant", content, reasoning, parent, end: "running" });
+    tokenView.keep(made.id, units);
+    this.#generate(made, {});
+  }
+
+  /** Asks for the tokens of an answer that was generated without the token view. */
+  computeTokens(answer: Message): void {
+    const { model, messages } = this.#request(answer, answer.model);
+    const body = { model, messages, add_generation_prompt: false, continue_final_message: true };
+    void tokenView.compute(answer, body);
   }
 
   stop(): void {
@@ -134,6 +159,13 @@ export class Conversation {
     else this.continueAnswer(answer);
   }
 
+  /** Leaves the oldest turns out of what is sent next, which has this many tokens. */
+  makeRoom(tokens: number, limit: number): void {
+    const from = dropOldest(this.path, this.session?.contextFrom ?? null, tokens, limit);
+    if (from === null) ui.toast(t("nothing_to_drop"));
+    else this.library.change(this.id, { contextFrom: from });
+  }
+
   /** The context's size and what an answer asked for, if that is why it failed or was cut; else null. */
   contextOf(answer: Message): { limit: number; wanted: number } | null {
     if (answer.failure) {
@@ -172,8 +204,14 @@ export class Conversation {
     const generation = new Generation(message);
     this.running = generation;
     this.library.keep(this);
-    const sink = {
-      draw: (changed: Partial<Message>) => {
+    const recorder = tokenView.recorder(this.id, message);
+    const sink: Sink = {
+      seen: (piece) => {
+        if (piece.kind === "id") noteRequest(piece.id, this.id);
+        recorder?.seen(piece);
+      },
+      draw: (changed) => {
+        recorder?.draw(changed.end !== "running");
         this.tree = trees.update(this.tree, message.id, changed);
       },
       save: (changed: Partial<Message>) => {
@@ -202,6 +240,7 @@ export class Conversation {
       ...chatFields(this.settings),
       ...(model ? { model } : {}),
       messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
+      ...tokenView.fields(this.id),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
     };
   }

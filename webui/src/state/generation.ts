@@ -1,15 +1,19 @@
 // One answer being made: reads the stream, tells the conversation once a frame at most, the store twice a second and when the page goes.
 
-import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
+import { ApiError, fetchTimeline, streamChat, type Piece, type ToolPiece } from "../lib/api";
 import { continuedTiming, continuedUsage } from "../lib/figures";
 import { continueReasoning, splitReasoning } from "../lib/reasoning";
+import { continuedTimeUse, timeUse, type TimeUse } from "../lib/timeline";
 import type { End, Failure, Message, Timing, ToolCall, Usage } from "../lib/types";
 import { batched } from "./frames";
+import { chatOfRequest } from "./requests";
 
 const SAVE_MS = 400;
 const LEAVE_MS = 100;
 
 export interface Sink {
+  /** Each piece of the stream, before it is drawn. */
+  seen(piece: Piece): void;
   /** The fields that changed; called once a frame at most. */
   draw(fields: Partial<Message>): void;
   /** Time to write the fields; at the first piece, twice a second at most, when the page goes, at the end. */
@@ -27,6 +31,7 @@ export class Generation {
   #isInReasoning: boolean;
   readonly #hadAnswer: boolean;
   #usage: Usage | undefined;
+  #timeUse: TimeUse | undefined;
   #id = "";
   #firstMs: number | null = null;
   #reasonedMs: number | null = null;
@@ -59,6 +64,7 @@ export class Generation {
     addEventListener("pagehide", save);
     try {
       for await (const piece of streamChat(body, key, this.#control.signal)) {
+        sink.seen(piece);
         switch (piece.kind) {
           case "text":
             this.#append(piece.text);
@@ -76,6 +82,8 @@ export class Generation {
           case "id":
             this.#id = piece.id;
             continue;
+          case "tokens":
+            continue;
           case "finish":
             this.#end = endOf(piece.reason);
         }
@@ -87,9 +95,10 @@ export class Generation {
         }
       }
       this.#endMs = performance.now();
-      if (this.#usage && this.#id) this.#usage = { ...this.#usage, ...(await fetchDrafts(this.#id, key)) };
+      await this.#readTimeline(key);
       if (this.#end === "running") this.#end = "stop";
     } catch (error) {
+      this.#endMs = performance.now();
       if (!this.#control.signal.aborted) {
         // A page that is going sees its connections end first. It keeps what came, as cut, and is gone before it
         // could call that a failure.
@@ -102,6 +111,7 @@ export class Generation {
         this.#failure = error.failure(Date.now());
         sink.failed(error);
       }
+      await this.#readTimeline(key);
     } finally {
       removeEventListener("pagehide", save);
       if (this.#end === "running") this.#end = "error";
@@ -119,6 +129,14 @@ export class Generation {
     this.#reasoning = parts.reasoning;
     this.#content = parts.answer;
     this.#isInReasoning = parts.thinking;
+  }
+
+  async #readTimeline(key: string): Promise<void> {
+    const timeline = this.#id === "" ? null : await fetchTimeline(this.#id, key);
+    if (timeline === null) return;
+    const { draftTokens, acceptedTokens } = timeline;
+    if (this.#usage && draftTokens > 0) this.#usage = { ...this.#usage, draftTokens, acceptedTokens };
+    this.#timeUse = timeUse(timeline, chatOfRequest);
   }
 
   /** Null before the first token. */
@@ -143,6 +161,7 @@ export class Generation {
       toolCalls: this.#tools.length > 0 ? this.#tools : undefined,
       usage: this.#usage ? continuedUsage(this.soFar.usage, this.#usage) : this.soFar.usage,
       timing: timing ? continuedTiming(this.soFar.timing, timing) : this.soFar.timing,
+      timeUse: this.#timeUse ? continuedTimeUse(this.soFar.timeUse, this.#timeUse) : this.soFar.timeUse,
       end: this.#end,
       failure: this.#failure,
     };

@@ -1,17 +1,20 @@
-"""POST /v1/requests/{id}/cancel and GET /v1/requests/{id}/timeline, for requests of the caller's key."""
+"""GET /v1/requests, POST /v1/requests/{id}/cancel and GET /v1/requests/{id}/timeline, for requests of the
+caller's key."""
 
 from __future__ import annotations
 
+import math
 import time
+from itertools import islice
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 from starlette.requests import Request
 
 from llaisys.server.access_log import client_id_of
 from llaisys.server.http_errors import error_responses
-from llaisys.server.state import RequestEntry, state_of
+from llaisys.server.state import RequestEntry, ServerState, state_of
 from llaisys.timeline import Span, SpanKind, Timeline
 
 RequestName = Annotated[
@@ -63,6 +66,28 @@ class RequestTimeline(BaseModel):
     choices: list[ChoiceTimeline]
 
 
+class RequestList(BaseModel):
+    """The timelines of several requests. `now`: Unix time, by the clock of their times."""
+
+    object: Literal["list"] = "list"
+    now: float
+    data: list[RequestTimeline]
+
+
+@router.get("")
+async def list_requests(
+    request: Request,
+    last_s: Annotated[float, Query(ge=0, le=3600, description="seconds before now that are reported")] = 60,
+    limit: Annotated[int, Query(ge=1, le=64, description="requests to report")] = 32,
+) -> RequestList:
+    """Return the timelines of the newest requests that are open or ended in the last `last_s` seconds."""
+    state, client_id = state_of(request), client_id_of(request)
+    since_s = time.monotonic() - last_s
+    newest = [*islice(state.requests.newest(client_id), limit)]
+    found = [await _request_timeline(state, entry, since_s) for entry in newest]
+    return RequestList(now=time.time(), data=[each for each in found if each.choices])
+
+
 @router.post("/{request_id}/cancel")
 async def cancel_request(request: Request, request_id: RequestName) -> RequestState:
     """Cancel a request. Its stream ends with an error frame `cancelled`; without a stream it ends with
@@ -82,11 +107,17 @@ async def show_timeline(request: Request, request_id: RequestName) -> RequestTim
     restored session, and a slow reader. The newest 1,024 ended requests are known.
     """
     state, client_id = state_of(request), client_id_of(request)
-    entry = state.requests.find(request_id, client_id)
+    return await _request_timeline(state, state.requests.find(request_id, client_id))
+
+
+async def _request_timeline(
+    state: ServerState, entry: RequestEntry, since_s: float = -math.inf
+) -> RequestTimeline:
+    """Return the timelines of an entry's choices, except those that ended before `since_s` (monotonic)."""
 
     def span(each: Span, timeline: Timeline) -> TimelineSpan:
         keys = [key if isinstance(key, str) else key[0] for key in each.by]
-        names = dict.fromkeys(state.requests.name(key, client_id) for key in keys)
+        names = dict.fromkeys(state.requests.name(key, entry.client_id) for key in keys)
         start_s, end_s = each.start_s - timeline.arrival_s, each.end_s - timeline.arrival_s
         return TimelineSpan(kind=each.kind, start_s=start_s, end_s=end_s, by=[*names])
 
@@ -104,6 +135,7 @@ async def show_timeline(request: Request, request_id: RequestName) -> RequestTim
                 spans=[span(each, timeline) for each in timeline.spans],
             )
             for index, timeline in (await _timelines(entry)).items()
+            if timeline.end_s >= since_s
         ],
     )
 
