@@ -17,6 +17,7 @@ const woff2Only: Plugin = {
 // `licenses.md` has the licenses of the libraries and fonts in it.
 export default defineConfig({
   plugins: [woff2Only, svelte()],
+  worker: { format: "es" },
   build: {
     outDir: "../python/llaisys/webui",
     emptyOutDir: true,

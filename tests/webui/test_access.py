@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from playwright.sync_api import Browser, expect
 
+from axe import violations
 from chatpage import Chat
 from serving import Server
 
-AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = (
     "### A heading\n\nText with `code`, a [link](https://example.com) and $x^2$.\n\n"
     "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |\n\n- [x] done\n- [ ] open **task**\n\n"
@@ -19,31 +16,20 @@ RICH = (
 )
 
 
-def violations(chat: Chat) -> list[str]:
-    """Return the violations that axe finds: rule, help and element."""
-    chat.page.evaluate(AXE.read_text("utf-8"))
-    found: dict[str, Any] = chat.page.evaluate("axe.run()")
-    return [
-        f"{rule['id']}: {rule['help']}: {node['target']} {node['failureSummary']}"
-        for rule in found["violations"]
-        for node in rule["nodes"]
-    ]
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
-    views = {"welcome": violations(chat)}
+    views = {"welcome": violations(chat.page)}
     chat.complete_with({"reasoning_content": "hm"}, RICH)
     chat.send("A question")
     expect(chat.text.locator("math")).to_have_count(2)
     expect(chat.text.locator(".hljs-comment")).to_have_count(1)
     chat.completion.get_by_text("Reasoning").click()
-    views["conversation"] = violations(chat)
+    views["conversation"] = violations(chat.page)
     chat.page.keyboard.press("Control+F")
     chat.page.get_by_role("searchbox", name="Find in chat").fill("heading")
     expect(chat.page.get_by_role("search").get_by_role("status")).to_have_text("1 of 1")
-    views["find"] = violations(chat)
+    views["find"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.fail_with(429, "server_overloaded", "all places are taken")
     chat.send("Another")
@@ -51,22 +37,22 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.completions.first.get_by_role("button", name="Regenerate").click()
     chat.button("Server status").click()
     expect(chat.page.get_by_role("complementary")).to_contain_text("KV cells")
-    views["error, branches and status"] = violations(chat)
+    views["error, branches and status"] = violations(chat.page)
     chat.page.keyboard.press("Control+,")
     chat.page.get_by_text("More parameters").click()
-    views["settings"] = violations(chat)
+    views["settings"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+K")
     chat.page.get_by_role("searchbox").fill("question")
     expect(chat.page.get_by_role("dialog").get_by_role("listitem")).not_to_have_count(0)
-    views["search"] = violations(chat)
+    views["search"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+/")
-    views["help"] = violations(chat)
+    views["help"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.get_by_role("navigation").get_by_role("button", name="Actions for").first.click()
     expect(chat.page.get_by_role("menuitem", name="Rename")).to_be_focused()
-    views["menu"] = violations(chat)
+    views["menu"] = violations(chat.page)
     assert {name: found for name, found in views.items() if found} == {}
 
 
@@ -86,14 +72,14 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     expect(chat.sessions).to_have_count(0)
     chat.button("Chat list").tap()
     expect(chat.sessions).to_have_count(1)
-    assert violations(chat) == []
+    assert violations(chat.page) == []
     chat.button("New chat").first.tap()
     expect(chat.sessions).to_have_count(0)
     expect(chat.user_messages).to_have_count(0)
     for name in ("Server status", "Settings"):
         chat.button(name).tap()
         assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert violations(chat) == []
+        assert violations(chat.page) == []
         chat.button("Close").first.tap()
     context.close()
 

@@ -2,7 +2,7 @@
 
 import type { Key } from "./i18n";
 
-export type Action = "new" | "search" | "find" | "sidebar" | "settings" | "help" | "stop";
+export type Action = "new" | "search" | "find" | "sidebar" | "settings" | "help" | "attach" | "stop";
 
 interface Shortcut {
   keys: readonly string[];
@@ -16,6 +16,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Ctrl", "F"], does: "find", action: "find" },
   { keys: ["Ctrl", "B"], does: "sidebar", action: "sidebar" },
   { keys: ["Ctrl", ","], does: "settings", action: "settings" },
+  { keys: ["Ctrl", "U"], does: "attach", action: "attach" },
   { keys: ["Ctrl", "/"], does: "shortcuts", action: "help" },
   { keys: ["Esc"], does: "close_or_stop", action: "stop" },
   { keys: ["Enter"], does: "send" },

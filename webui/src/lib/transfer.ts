@@ -1,5 +1,6 @@
 // Export and import. JSON holds whole sessions with all branches; Markdown holds the chosen path of one.
 
+import { attachmentsOf, sentText } from "./attachments";
 import { newId } from "./id";
 import { cleanTitle, titleOf } from "./title";
 import { fromMessages } from "./tree";
@@ -135,6 +136,8 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   if (text(value.reasoning)) message.reasoning = text(value.reasoning);
   if (text(value.model)) message.model = text(value.model);
   if (text(value.toolCallId)) message.toolCallId = text(value.toolCallId);
+  const attachments = attachmentsOf(value.attachments);
+  if (attachments.length > 0) message.attachments = attachments;
   if (ENDS.includes(text(value.end))) message.end = value.end as End;
   if (Array.isArray(value.toolCalls)) message.toolCalls = value.toolCalls.filter(isObject).map(toolCallOf);
   const usage = numbersOf(value.usage, ["promptTokens", "cachedTokens", "completionTokens"] as const);
@@ -179,9 +182,10 @@ const NAMES: Record<Role, string> = { system: "System", user: "You", assistant: 
 
 /** A conversation as a readable file, which `fromMarkdown` reads back. */
 export function toMarkdown(title: string, path: readonly Message[]): string {
-  const parts = path.map(({ role, content, reasoning }) => {
+  const parts = path.map((message) => {
+    const { role, reasoning } = message;
     const thought = reasoning ? `<think>\n${reasoning}\n</think>\n` : "";
-    const body = (thought + content).replace(ANY_MARK, "\\$1$2");
+    const body = (thought + sentText(message)).replace(ANY_MARK, "\\$1$2");
     return `<!-- llaisys: ${role} -->\n**${NAMES[role]}**\n\n${body}\n`;
   });
   return [`# ${title}\n`, ...parts].join("\n");

@@ -5,7 +5,7 @@ import { newId } from "../lib/id";
 import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
 import * as trees from "../lib/tree";
-import type { ChatSettings, Message, Session } from "../lib/types";
+import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
 import { Generation, isCutInReasoning } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
@@ -42,10 +42,12 @@ export class Conversation {
   }
 
   /** A new question at the end of the path. */
-  send(text: string): void {
-    const question = this.#add({ role: "user", content: text, parent: this.path.at(-1)?.id ?? null });
+  send(text: string, attachments: readonly Attachment[] = []): void {
+    const parent = this.path.at(-1)?.id ?? null;
+    const files = attachments.length > 0 ? { attachments: [...attachments] } : {};
+    const question = this.#add({ role: "user", content: text, parent, ...files });
     if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text) });
+      this.library.change(this.id, { title: titleOf(text || attachments[0]!.name) });
     }
     this.#answer(question.id);
   }
@@ -66,7 +68,13 @@ export class Conversation {
 
   /** A question's other wording is a branch beside it, with an answer of its own. */
   editQuestion(question: Message, text: string): void {
-    const edited = this.#add({ role: "user", content: text, parent: question.parent });
+    const { parent, attachments } = question;
+    const edited = this.#add({
+      role: "user",
+      content: text,
+      parent,
+      ...(attachments ? { attachments } : {}),
+    });
     if (this.session && !this.session.renamed && question.parent === null) {
       this.library.change(this.id, { title: titleOf(text) });
     }

@@ -7,7 +7,7 @@ import { matches, snippet, words, type Snippet } from "../lib/search";
 import { cleanTitle, titleOf } from "../lib/title";
 import { newSession, type Whole } from "../lib/transfer";
 import * as trees from "../lib/tree";
-import type { ChatSettings, Message, Session } from "../lib/types";
+import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
 import type { Place } from "../lib/window";
 import { Conversation } from "./conversation.svelte";
 import { t, ui } from "./ui.svelte";
@@ -98,7 +98,7 @@ export class Library {
   }
 
   /** A question that begins a session, or goes on with the current one. */
-  send(text: string): void {
+  send(text: string, attachments: readonly Attachment[] = []): void {
     if (this.current === null) {
       const session = newSession(Date.now(), { settings: this.newSettings });
       this.#put(session);
@@ -109,7 +109,7 @@ export class Library {
       this.#awaited = null;
       replaceAddress(addressOf(session.id));
     }
-    this.current.send(text);
+    this.current.send(text, attachments);
   }
 
   change(id: string, fields: Partial<Session>): void {
