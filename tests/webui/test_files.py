@@ -75,7 +75,7 @@ def pick(chat: Chat, *files: tuple[str, bytes]) -> None:
     with chat.page.expect_file_chooser() as chooser:
         chat.button("Attach files").click()
     payloads = [{"name": name, "mimeType": "", "buffer": content} for name, content in files]
-    chooser.value.set_files(payloads)  # type: ignore[arg-type]
+    chooser.value.set_files(payloads)
 
 
 def chips(chat: Chat) -> Locator:

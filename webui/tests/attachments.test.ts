@@ -25,7 +25,7 @@ describe("attachments", () => {
   });
 
   it("survive an export", () => {
-    const [read] = fromJson(toJson([{ session: newSession(1), messages: [message] }]), 1);
+    const [read] = fromJson(toJson([{ session: newSession(1), messages: [message] }]), 1).wholes;
     expect(read!.messages[0]!.attachments).toEqual([file]);
   });
 

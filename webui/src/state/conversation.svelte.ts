@@ -9,7 +9,9 @@ import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
 import { Generation, isCutInReasoning } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
+import { queues } from "./queues.svelte";
 import { server } from "./server.svelte";
+import { titleByModel } from "./titles";
 import { t, ui } from "./ui.svelte";
 
 export class Conversation {
@@ -205,5 +207,7 @@ export class Conversation {
     const answer = splitReasoning(message.content, message.reasoning).answer;
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);
+    void titleByModel(this, message);
+    queues.answered(this, message);
   }
 }
