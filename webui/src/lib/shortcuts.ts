@@ -11,6 +11,7 @@ export type Action =
   | "status"
   | "help"
   | "attach"
+  | "compare"
   | "regenerate"
   | "copy"
   | "previous"
@@ -30,6 +31,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Ctrl", "U"], does: "attach", action: "attach" },
   { keys: ["Ctrl", "Shift", "Enter"], does: "regenerate_last", action: "regenerate" },
   { keys: ["Ctrl", "Shift", "C"], does: "copy_last", action: "copy" },
+  { keys: ["Ctrl", "Shift", "M"], does: "compare", action: "compare" },
   { keys: ["Alt", "↑"], does: "chat_previous", action: "previous" },
   { keys: ["Alt", "↓"], does: "chat_next", action: "next" },
   { keys: ["Ctrl", "B"], does: "sidebar", action: "sidebar" },

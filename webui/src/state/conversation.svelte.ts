@@ -48,10 +48,23 @@ export class Conversation {
     const parent = this.path.at(-1)?.id ?? null;
     const files = attachments.length > 0 ? { attachments: [...attachments] } : {};
     const question = this.#add({ role: "user", content: text, parent, ...files });
-    if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text || attachments[0]!.name) });
-    }
+    this.#titleBy(question);
     this.#answer(question.id);
+  }
+
+  /** Puts a question and its answer, which were made elsewhere, on the path. */
+  adopt(question: Message, answer: Message): void {
+    const { messages } = this.tree;
+    const isKnown = question.parent === null || messages.has(question.parent);
+    this.#add({ ...question, parent: isKnown ? question.parent : (this.path.at(-1)?.id ?? null) });
+    this.#titleBy(question);
+    this.#add({ ...answer, parent: question.id });
+  }
+
+  /** The first question names the chat, unless the user has. */
+  #titleBy({ content, attachments, parent }: Message): void {
+    if (!this.session || this.session.renamed || parent !== null) return;
+    this.library.change(this.id, { title: titleOf(content || (attachments?.[0]?.name ?? "")) });
   }
 
   /** Asks again: the same answer if nothing came, else a further branch beside it. */
@@ -77,9 +90,7 @@ export class Conversation {
       parent,
       ...(attachments ? { attachments } : {}),
     });
-    if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text) });
-    }
+    this.#titleBy(edited);
     this.#answer(edited.id);
   }
 

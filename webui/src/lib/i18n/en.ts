@@ -98,6 +98,16 @@ export const en = {
   file_pdf_damaged: "{name} is not a PDF that can be read.",
   file_pdf_pages: "{name} has {n} pages, at most {max} are supported.",
   file_pdf_slow: "{name} was given up after {s} s.",
+  // comparing
+  compare: "Compare answers",
+  compare_prompt: "One message for every column",
+  compare_run: "Ask all",
+  compare_add: "Add a column",
+  compare_remove: "Remove column",
+  compare_column: "Column {n}",
+  compare_keep: "Keep this one",
+  compare_done: "All answers are finished.",
+  temperature: "Temperature",
   // messages that wait, titles
   queue_title: "Waiting messages",
   queue_waits: "Sent after the answer: {n}",
