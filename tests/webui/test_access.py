@@ -107,10 +107,11 @@ def test_everything_is_reachable_by_keyboard(chat: Chat) -> None:
     # The buttons of a completion are in the tab order.
     chat.completion.get_by_role("button", name="Copy").focus()
     reached = []
-    for _ in range(4):
+    for _ in range(5):
         keyboard.press("Tab")
         reached.append(chat.page.evaluate("document.activeElement.getAttribute('aria-label')"))
-    assert reached == ["Regenerate", "Edit answer", "Fork from here", "Delete message"]
+    others = ["Answer with other settings", "Edit answer", "Fork from here", "Delete message"]
+    assert reached == ["Regenerate", *others]
     # Arrows move through the menu of a chat, and Enter chooses.
     chat.sessions.first.focus()
     keyboard.press("Tab")

@@ -12,6 +12,7 @@ export type Action =
   | "help"
   | "attach"
   | "compare"
+  | "map"
   | "regenerate"
   | "copy"
   | "previous"
@@ -32,6 +33,7 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Ctrl", "Shift", "Enter"], does: "regenerate_last", action: "regenerate" },
   { keys: ["Ctrl", "Shift", "C"], does: "copy_last", action: "copy" },
   { keys: ["Ctrl", "Shift", "M"], does: "compare", action: "compare" },
+  { keys: ["Ctrl", "Shift", "L"], does: "branch_map", action: "map" },
   { keys: ["Alt", "↑"], does: "chat_previous", action: "previous" },
   { keys: ["Alt", "↓"], does: "chat_next", action: "next" },
   { keys: ["Ctrl", "B"], does: "sidebar", action: "sidebar" },

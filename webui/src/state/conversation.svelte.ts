@@ -67,13 +67,16 @@ export class Conversation {
     this.library.change(this.id, { title: titleOf(content || (attachments?.[0]?.name ?? "")) });
   }
 
-  /** Asks again: the same answer if nothing came, else a further branch beside it. */
-  regenerate(answer: Message): void {
+  /**
+   * Asks again: the same answer if nothing came, else a further branch next to it. `other`: settings of this request that
+   * are not the chat's.
+   */
+  regenerate(answer: Message, other: Partial<ChatSettings> = {}): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
       const empty = { failure: undefined, usage: undefined, timing: undefined, createdMs: Date.now() };
-      this.#generate({ ...answer, ...empty }, empty);
+      this.#generate({ ...answer, ...empty }, empty, other);
     } else {
-      this.#answer(answer.parent);
+      this.#answer(answer.parent, other);
     }
   }
 
@@ -165,14 +168,19 @@ export class Conversation {
     return message;
   }
 
-  #answer(question: string | null): void {
-    this.#generate(this.#add({ role: "assistant", content: "", parent: question, end: "running" }), {});
+  #answer(question: string | null, other: Partial<ChatSettings> = {}): void {
+    this.#generate(
+      this.#add({ role: "assistant", content: "", parent: question, end: "running" }),
+      {},
+      other,
+    );
   }
 
   /** Streams into a message; text that it has already is continued. */
-  #generate(message: Message, fields: Partial<Message>): void {
+  #generate(message: Message, fields: Partial<Message>, other: Partial<ChatSettings> = {}): void {
     this.stop();
-    const model = server.model(this.settings.model)?.id;
+    const chat = { ...this.settings, ...other };
+    const model = server.model(chat.model)?.id;
     this.tree = trees.update(this.tree, message.id, { ...fields, model, end: "running" });
     const generation = new Generation(message);
     this.running = generation;
@@ -187,7 +195,7 @@ export class Conversation {
       },
       failed: server.noticed.bind(server),
     };
-    const body = this.#request(message, model);
+    const body = this.#request(message, chat, model);
     void generation.run(body, server.key, sink).finally(() => {
       if (this.running !== generation) return;
       this.running = null;
@@ -195,7 +203,7 @@ export class Conversation {
     });
   }
 
-  #request(answer: Message, model: string | undefined): Record<string, unknown> {
+  #request(answer: Message, chat: ChatSettings, model: string | undefined): Record<string, unknown> {
     const before = answer.parent === null ? [] : trees.pathTo(this.tree, answer.parent);
     const isInReasoning = isCutInReasoning(answer);
     const isContinued = answer.content !== "" || isInReasoning;
@@ -204,9 +212,9 @@ export class Conversation {
       : answer;
     const all = isContinued ? [...before, soFar] : before;
     return {
-      ...this.settings.params,
+      ...chat.params,
       ...(model ? { model } : {}),
-      messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
+      messages: wireMessages(chat, sent(all, this.session?.contextFrom ?? null)),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
     };
   }

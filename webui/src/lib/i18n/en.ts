@@ -108,6 +108,20 @@ export const en = {
   compare_keep: "Keep this one",
   compare_done: "All answers are finished.",
   temperature: "Temperature",
+  // branches
+  branch_map: "Branch map",
+  map_hint:
+    "Every version of every message. Click one to show its branch, or mark two to see their difference.",
+  map_mark: "Mark for the difference:",
+  diff: "Difference",
+  diff_same: "The two texts are the same.",
+  pin_branch: "Keep this branch in the server's cache",
+  pin_end: "Release this branch from the server's cache",
+  pin_tokens: "{n} tokens kept",
+  pin_failed: "The server did not change its cache: {detail}",
+  regenerate_with: "Answer with other settings",
+  regenerate_model: "With {model}",
+  regenerate_temperature: "With temperature {value}",
   // messages that wait, titles
   queue_title: "Waiting messages",
   queue_waits: "Sent after the answer: {n}",
