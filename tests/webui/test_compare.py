@@ -65,7 +65,7 @@ def test_answers_stream_side_by_side_and_one_is_kept(chat: Chat, tiny: Server) -
     ]
     for body in bodies:
         assert [message["content"] for message in body["messages"]] == ["first", "yes", "second"]
-    limits = {"max_tokens": 300, "ignore_eos": True}
+    limits = {"max_tokens": 40, "ignore_eos": True}
     go_on(held, **limits)
     expect(columns(chat).locator(".prose")).to_have_count(3)
     tiny.until("vllm:num_requests_running", 0)
@@ -123,3 +123,14 @@ def test_stop_ends_every_request_of_a_comparison(chat: Chat, tiny: Server) -> No
     tiny.until("vllm:num_requests_running", 0)
     expect(columns(chat).nth(0)).to_contain_text("stopped by you")
     expect(columns(chat).nth(1)).to_contain_text("stopped by you")
+
+
+def test_a_comparison_waits_for_the_answer_of_its_chat(fed: Chat) -> None:
+    fed.send("first")
+    fed.feed("one")
+    fed.page.keyboard.press("Control+Shift+M")
+    fed.page.get_by_role("textbox", name="One message for every column").fill("second")
+    expect(fed.page.get_by_text("The chat is still being answered.")).to_be_visible()
+    expect(fed.button("Ask all")).to_be_disabled()
+    fed.page.evaluate("feed.end(); window.feed = null")
+    expect(fed.button("Ask all")).to_be_enabled()

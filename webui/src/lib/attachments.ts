@@ -3,7 +3,7 @@
 import type { Attachment, AttachmentKind, Message } from "./types";
 
 export const FILES_MAX = 10;
-/** Characters of all files of a message: with four bytes each they fit the server's default body limit. */
+/** Characters of all files of one message. Even at three bytes each they fit the server's default body limit, 4 MiB. */
 export const CHARS_MAX = 1_000_000;
 /** A pasted text of this many characters becomes a file. */
 export const PASTE_CHARS = 4000;

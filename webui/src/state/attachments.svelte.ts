@@ -19,10 +19,12 @@ class Attachments {
   reading = $state.raw<readonly string[]>([]);
   #db: Db | null = null;
 
-  async load(db: Db | null): Promise<void> {
+  /** Reads what the browser keeps of the chats that it still has. */
+  async load(db: Db | null, has: (chat: string) => boolean): Promise<void> {
     this.#db = db;
     const stored = (await db?.value<[string, unknown][]>(KEY)) ?? [];
-    this.waiting = new Map(stored.map(([chat, files]) => [chat, attachmentsOf(files)]));
+    const kept = stored.filter(([chat]) => chat === "" || has(chat));
+    this.waiting = new Map(kept.map(([chat, files]) => [chat, attachmentsOf(files)]));
   }
 
   of(chat: string | null): readonly Attachment[] {

@@ -75,6 +75,11 @@ class Comparison {
     this.columns = [new Column(chat), new Column(other ? { ...chat, model: other.id } : chat)];
   }
 
+  /** The chat has no whole answer yet to go on from. */
+  get isChatBusy(): boolean {
+    return (this.#chat?.running ?? null) !== null;
+  }
+
   get files(): readonly Attachment[] {
     return attachments.of(this.#chat?.id ?? null);
   }

@@ -101,6 +101,7 @@ export const en = {
   // comparing
   compare: "Compare answers",
   compare_prompt: "One message for every column",
+  compare_busy: "The chat is still being answered. Ask when that is done.",
   compare_run: "Ask all",
   compare_add: "Add a column",
   compare_remove: "Remove column",

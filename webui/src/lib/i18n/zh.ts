@@ -98,6 +98,7 @@ export const zh: Readonly<Record<keyof typeof en, string>> = {
   file_pdf_slow: "读取 {name} 超过 {s} 秒，已放弃。",
   compare: "对比回答",
   compare_prompt: "发给每一列的消息",
+  compare_busy: "对话仍在回答中，完成后再提问。",
   compare_run: "全部提问",
   compare_add: "添加一列",
   compare_remove: "移除列",
