@@ -168,3 +168,10 @@ def test_every_shortcut_of_the_help_sheet_works(chat: Chat) -> None:
     sheet = chat.page.get_by_role("dialog", name="Keyboard shortcuts")
     for action in ("Regenerate the last answer", "Copy the last answer", "Next chat", "Attach files"):
         expect(sheet.get_by_role("term").filter(has_text=action)).to_be_visible()
+    # Behind a dialog the chat does not change.
+    keyboard.press("Control+Shift+Enter")
+    keyboard.press("Alt+ArrowDown")
+    keyboard.press("Escape")
+    expect(sheet).to_have_count(0)
+    expect(chat.user_texts).to_have_text(["gamma"])
+    expect(chat.completion.get_by_role("group", name="Versions")).to_have_text("2/2")
