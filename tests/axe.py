@@ -1,19 +1,19 @@
-"""Accessibility of the web UI's page, checked by axe."""
+"""Accessibility of a page, checked by axe."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from chatpage import Chat
+from playwright.sync_api import Page
 
 AXE = Path(__file__).parents[1] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
 
 
-def violations(chat: Chat) -> list[str]:
+def violations(page: Page) -> list[str]:
     """Return the violations that axe finds: rule, help and element."""
-    chat.page.evaluate(AXE.read_text("utf-8"))
-    found: dict[str, Any] = chat.page.evaluate("axe.run()")
+    page.evaluate(AXE.read_text("utf-8"))
+    found: dict[str, Any] = page.evaluate("axe.run()")
     return [
         f"{rule['id']}: {rule['help']}: {node['target']} {node['failureSummary']}"
         for rule in found["violations"]

@@ -18,6 +18,7 @@ const woff2Only: Plugin = {
 export default defineConfig({
   plugins: [woff2Only, svelte()],
   base: "./",
+  worker: { format: "es" },
   build: {
     outDir: "../python/llaisys/webui",
     emptyOutDir: true,

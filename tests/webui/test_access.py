@@ -19,21 +19,21 @@ RICH = (
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
-    views = {"welcome": violations(chat)}
+    views = {"welcome": violations(chat.page)}
     chat.complete_with({"reasoning_content": "hm"}, RICH)
     chat.send("A question")
     expect(chat.text.locator("math")).to_have_count(2)
     expect(chat.text.locator(".hljs-comment")).to_have_count(1)
     chat.completion.get_by_text("Reasoning").click()
-    views["conversation"] = violations(chat)
+    views["conversation"] = violations(chat.page)
     chat.completion.locator(".usage button").click()
     expect(chat.completion.get_by_text("Time to the first token")).to_be_visible()
-    views["usage"] = violations(chat)
+    views["usage"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+F")
     chat.page.get_by_role("searchbox", name="Find in chat").fill("heading")
     expect(chat.page.get_by_role("search").get_by_role("status")).to_have_text("1 of 1")
-    views["find"] = violations(chat)
+    views["find"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.fail_with(429, "server_overloaded", "all places are taken")
     chat.send("Another")
@@ -41,27 +41,27 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.completions.first.get_by_role("button", name="Regenerate").click()
     chat.button("Server status").click()
     expect(chat.page.get_by_role("complementary")).to_contain_text("KV cells")
-    views["error, branches and status"] = violations(chat)
+    views["error, branches and status"] = violations(chat.page)
     chat.page.keyboard.press("Control+,")
     chat.page.get_by_text("More parameters").click()
     chat.page.get_by_text("Structured output and tools").click()
-    views["settings"] = violations(chat)
+    views["settings"] = violations(chat.page)
     chat.page.get_by_role("tab", name="Answers").press("ArrowRight")
     expect(chat.page.get_by_role("tab", name="Page")).to_be_focused()
     expect(chat.page.get_by_label("Theme")).to_be_visible()
-    views["settings of the page"] = violations(chat)
+    views["settings of the page"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+K")
     chat.page.get_by_role("searchbox").fill("question")
     expect(chat.page.get_by_role("dialog").get_by_role("listitem")).not_to_have_count(0)
-    views["search"] = violations(chat)
+    views["search"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+/")
-    views["help"] = violations(chat)
+    views["help"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.get_by_role("navigation").get_by_role("button", name="Actions for").first.click()
     expect(chat.page.get_by_role("menuitem", name="Rename")).to_be_focused()
-    views["menu"] = violations(chat)
+    views["menu"] = violations(chat.page)
     assert {name: found for name, found in views.items() if found} == {}
 
 
@@ -81,14 +81,14 @@ def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     expect(chat.sessions).to_have_count(0)
     chat.button("Chat list").tap()
     expect(chat.sessions).to_have_count(1)
-    assert violations(chat) == []
+    assert violations(chat.page) == []
     chat.button("New chat").first.tap()
     expect(chat.sessions).to_have_count(0)
     expect(chat.user_messages).to_have_count(0)
     for name in ("Server status", "Settings"):
         chat.button(name).tap()
         assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert violations(chat) == []
+        assert violations(chat.page) == []
         chat.button("Close").first.tap()
     context.close()
 
@@ -116,10 +116,11 @@ def test_everything_is_reachable_by_keyboard(chat: Chat) -> None:
     # The buttons of a completion are in the tab order.
     chat.completion.get_by_role("button", name="Copy").focus()
     reached = []
-    for _ in range(5):
+    for _ in range(6):
         keyboard.press("Tab")
         reached.append(chat.page.evaluate("document.activeElement.getAttribute('aria-label')"))
-    assert reached == ["Regenerate", "Token view", "Edit answer", "Fork from here", "Delete message"]
+    others = ["Answer with other settings", "Token view", "Edit answer", "Fork from here", "Delete message"]
+    assert reached == ["Regenerate", *others]
     # Arrows move through the menu of a chat, and Enter chooses.
     chat.sessions.first.focus()
     keyboard.press("Tab")

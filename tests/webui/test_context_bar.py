@@ -39,7 +39,7 @@ def test_the_bar_counts_what_is_written(small: Chat, short: Server) -> None:
     expect(meter(chat)).to_have_attribute("aria-valuemax", "512")
     wanted = tokens(short, draft)
     expect(meter(chat)).to_have_attribute("aria-valuetext", f"{wanted} of 512 tokens: 0 cached, {wanted} new")
-    assert violations(chat) == []
+    assert violations(chat.page) == []
     chat.message.press("Enter")
     chat.done()
     expect(meter(chat)).to_have_attribute("aria-valuetext", re.compile(rf": {wanted + 8} cached, \d+ new"))
@@ -77,7 +77,7 @@ def test_a_warning_comes_before_the_context_is_full(small: Chat, short: Server) 
     n = 50 * (512 - 30 - used) // each
     chat.message.fill("x " * n)
     expect(warning).to_contain_text("tokens are left for the answer")
-    assert violations(chat) == []
+    assert violations(chat.page) == []
     chat.message.fill("x " * (n + 100))
     over = chat.page.get_by_role("status").filter(has_text="the server will refuse it")
     expect(over).to_be_visible()

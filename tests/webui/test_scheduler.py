@@ -42,7 +42,7 @@ def test_each_request_has_a_lane(chat: Chat, tiny: Server) -> None:
         assert box is not None
         chat.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 3)
         expect(own).to_contain_text(re.compile(r"Generating.*: [\d.]+ s"))
-        assert violations(chat) == []
+        assert violations(chat.page) == []
         other.get_by_role("button").click()
         expect(chat.user_texts).to_have_text(["first lane"])
         expect(other).to_have_class(re.compile(r"\bown\b"))

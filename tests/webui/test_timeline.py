@@ -34,7 +34,7 @@ def test_a_bar_says_what_a_completion_waited_for(chat: Chat, tiny: Server) -> No
     expect(queued).to_contain_text("“first chat”")
     expect(queued).to_contain_text(re.compile(r"\d s"))
     expect(chat.completion.locator(".time .bar i")).not_to_have_count(0)
-    assert violations(chat) == []
+    assert violations(chat.page) == []
     chat.reload()
     expect(legend(chat).filter(has_text="Waiting in the queue")).to_contain_text("“first chat”")
     assert chat.complaints == []

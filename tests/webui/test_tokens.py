@@ -65,7 +65,7 @@ def test_an_alternative_token_begins_a_version(short_answers: Chat, tiny: Server
     shown = texts(tokens(chat))
     assert 1 < len(shown) <= 12
     expect(chat.completion.locator(".tokens .unknown")).to_have_count(0)
-    assert violations(chat) == []
+    assert violations(chat.page) == []
 
     place = next(i for i in range(1, len(shown)) if "\ufffd" not in "".join(shown[: i + 1]))
     tokens(chat).nth(place).click()
@@ -73,7 +73,7 @@ def test_an_alternative_token_begins_a_version(short_answers: Chat, tiny: Server
     expect(card).to_contain_text("%")
     expect(card.get_by_text("chosen")).to_have_count(1)
     expect(card.get_by_role("button")).to_have_count(5)
-    assert violations(chat) == []
+    assert violations(chat.page) == []
     other = card.locator("button:enabled").filter(has_not_text="chosen").first
     chosen = str(other.get_attribute("title"))
     other.click()

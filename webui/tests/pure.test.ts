@@ -250,3 +250,25 @@ describe("shortcuts", () => {
     }
   });
 });
+
+describe("the list of shortcuts", () => {
+  const KEYS: Record<string, string> = { "↑": "ArrowUp", "↓": "ArrowDown", Esc: "Escape" };
+  it("that work everywhere are those of the list, each with its own keys", () => {
+    const listed = SHORTCUTS.filter(({ action }) => action !== undefined);
+    for (const { keys, action } of listed) {
+      const key = keys.at(-1)!;
+      const pressed = {
+        key: KEYS[key] ?? key.toLowerCase().replace("enter", "Enter"),
+        ctrlKey: keys.includes("Ctrl"),
+        shiftKey: keys.includes("Shift"),
+        altKey: keys.includes("Alt"),
+        metaKey: false,
+      };
+      expect(actionOf(pressed)).toBe(action);
+    }
+    expect(new Set(listed.map(({ action }) => action)).size).toBe(listed.length);
+    const enter = { key: "Enter", ctrlKey: false, shiftKey: false, altKey: false, metaKey: false };
+    expect(actionOf(enter)).toBeNull();
+    expect(actionOf({ ...enter, key: "ArrowUp" })).toBeNull();
+  });
+});

@@ -1,6 +1,7 @@
 // The one place where text becomes HTML: DOMPurify, whose nodes are free of scripts, handlers and foreign addresses.
 
 import DOMPurify, { type Config } from "dompurify";
+import { policy } from "./trusted";
 
 const PROSE: Config = {
   ALLOWED_TAGS: [
@@ -56,7 +57,11 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 });
 
 const clean = (html: string, config: Config): DocumentFragment =>
-  DOMPurify.sanitize(html, { ...config, RETURN_DOM_FRAGMENT: true });
+  DOMPurify.sanitize(html, {
+    ...config,
+    RETURN_DOM_FRAGMENT: true,
+    ...(policy ? { TRUSTED_TYPES_POLICY: policy } : {}),
+  });
 
 /** HTML of our Markdown renderer. */
 export const prose = (html: string) => clean(html, PROSE);

@@ -2,7 +2,22 @@
 
 import type { Key } from "./i18n";
 
-export type Action = "new" | "search" | "find" | "sidebar" | "settings" | "help" | "stop";
+export type Action =
+  | "new"
+  | "search"
+  | "find"
+  | "sidebar"
+  | "settings"
+  | "status"
+  | "help"
+  | "attach"
+  | "compare"
+  | "map"
+  | "regenerate"
+  | "copy"
+  | "previous"
+  | "next"
+  | "stop";
 
 interface Shortcut {
   keys: readonly string[];
@@ -14,7 +29,15 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Ctrl", "Shift", "O"], does: "new_chat", action: "new" },
   { keys: ["Ctrl", "K"], does: "search", action: "search" },
   { keys: ["Ctrl", "F"], does: "find", action: "find" },
+  { keys: ["Ctrl", "U"], does: "attach", action: "attach" },
+  { keys: ["Ctrl", "Shift", "Enter"], does: "regenerate_last", action: "regenerate" },
+  { keys: ["Ctrl", "Shift", "C"], does: "copy_last", action: "copy" },
+  { keys: ["Ctrl", "Shift", "M"], does: "compare", action: "compare" },
+  { keys: ["Ctrl", "Shift", "L"], does: "branch_map", action: "map" },
+  { keys: ["Alt", "↑"], does: "chat_previous", action: "previous" },
+  { keys: ["Alt", "↓"], does: "chat_next", action: "next" },
   { keys: ["Ctrl", "B"], does: "sidebar", action: "sidebar" },
+  { keys: ["Ctrl", "."], does: "status", action: "status" },
   { keys: ["Ctrl", ","], does: "settings", action: "settings" },
   { keys: ["Ctrl", "/"], does: "shortcuts", action: "help" },
   { keys: ["Esc"], does: "close_or_stop", action: "stop" },
@@ -27,6 +50,9 @@ export const SHORTCUTS: readonly Shortcut[] = [
   { keys: ["Home / End"], does: "move_to_edge" },
 ];
 
+// Names of keys as the sheet shows them.
+const SHOWN: Readonly<Record<string, string>> = { ArrowUp: "↑", ArrowDown: "↓" };
+
 type Pressed = Pick<KeyboardEvent, "key" | "ctrlKey" | "metaKey" | "shiftKey" | "altKey">;
 
 /** What a key press asks for, null if it is none of the page's shortcuts. Ctrl is also the Mac's Command. */
@@ -36,7 +62,7 @@ export function actionOf(event: Pressed): Action | null {
     ...(event.ctrlKey || event.metaKey ? ["Ctrl"] : []),
     ...(event.altKey ? ["Alt"] : []),
     ...(event.shiftKey ? ["Shift"] : []),
-    event.key.toUpperCase(),
+    SHOWN[event.key] ?? (event.key.length === 1 ? event.key.toUpperCase() : event.key),
   ].join("+");
-  return SHORTCUTS.find(({ keys }) => keys.join("+") === pressed)?.action ?? null;
+  return SHORTCUTS.find(({ keys, action }) => action && keys.join("+") === pressed)?.action ?? null;
 }

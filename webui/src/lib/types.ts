@@ -42,6 +42,18 @@ export interface Failure {
   retryAtMs: number | null;
 }
 
+/** `paste`: a text that was pasted, too long for the message field. */
+export type AttachmentKind = "text" | "pdf" | "paste";
+
+/** A file that goes with a message, as its text. */
+export interface Attachment {
+  name: string;
+  kind: AttachmentKind;
+  text: string;
+  /** Tokens of the block that is sent; absent: the server has not counted them. */
+  tokens?: number;
+}
+
 export interface Message {
   id: string;
   /** The message that this one follows; null for the first of a conversation. */
@@ -53,6 +65,8 @@ export interface Message {
   toolCalls?: ToolCall[];
   /** Of a tool's answer: the call that it answers. */
   toolCallId?: string;
+  /** Of the user: the files that are sent before the text. */
+  attachments?: Attachment[];
   model?: string;
   /** The effort that was asked for. */
   effort?: Effort;

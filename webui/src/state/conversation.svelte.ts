@@ -8,12 +8,14 @@ import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
 import { textBefore, type Unit } from "../lib/tokens";
 import * as trees from "../lib/tree";
-import type { ChatSettings, Message, Session } from "../lib/types";
+import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
 import { Generation, isCutInReasoning, type Sink } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
+import { queues } from "./queues.svelte";
 import { noteRequest } from "./requests";
 import { server } from "./server.svelte";
+import { titleByModel } from "./titles";
 import { tokenView } from "./tokens.svelte";
 import { t, ui } from "./ui.svelte";
 
@@ -47,16 +49,34 @@ export class Conversation {
   }
 
   /** A new question at the end of the path. */
-  send(text: string): void {
-    const question = this.#add({ role: "user", content: text, parent: this.path.at(-1)?.id ?? null });
-    if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text) });
-    }
+  send(text: string, attachments: readonly Attachment[] = []): void {
+    const parent = this.path.at(-1)?.id ?? null;
+    const files = attachments.length > 0 ? { attachments: [...attachments] } : {};
+    const question = this.#add({ role: "user", content: text, parent, ...files });
+    this.#titleBy(question);
     this.#answer(question.id);
   }
 
-  /** Asks again: the same answer if nothing came, else a further branch beside it. */
-  regenerate(answer: Message): void {
+  /** Puts a question and its answer, which were made elsewhere, on the path. */
+  adopt(question: Message, answer: Message): void {
+    const { messages } = this.tree;
+    const isKnown = question.parent === null || messages.has(question.parent);
+    this.#add({ ...question, parent: isKnown ? question.parent : (this.path.at(-1)?.id ?? null) });
+    this.#titleBy(question);
+    this.#add({ ...answer, parent: question.id });
+  }
+
+  /** The first question names the chat, unless the user has. */
+  #titleBy({ content, attachments, parent }: Message): void {
+    if (!this.session || this.session.renamed || parent !== null) return;
+    this.library.change(this.id, { title: titleOf(content || (attachments?.[0]?.name ?? "")) });
+  }
+
+  /**
+   * Asks again: the same answer if nothing came, else a further branch next to it. `other`: settings of this request that
+   * are not the chat's.
+   */
+  regenerate(answer: Message, other: Partial<ChatSettings> = {}): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
       const empty = {
         failure: undefined,
@@ -65,9 +85,9 @@ export class Conversation {
         timeUse: undefined,
         createdMs: Date.now(),
       };
-      this.#generate({ ...answer, ...empty }, empty);
+      this.#generate({ ...answer, ...empty }, empty, other);
     } else {
-      this.#answer(answer.parent);
+      this.#answer(answer.parent, other);
     }
   }
 
@@ -77,10 +97,14 @@ export class Conversation {
 
   /** A question's other wording is a branch beside it, with an answer of its own. */
   editQuestion(question: Message, text: string): void {
-    const edited = this.#add({ role: "user", content: text, parent: question.parent });
-    if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text) });
-    }
+    const { parent, attachments } = question;
+    const edited = this.#add({
+      role: "user",
+      content: text,
+      parent,
+      ...(attachments ? { attachments } : {}),
+    });
+    this.#titleBy(edited);
     this.#answer(edited.id);
   }
 
@@ -187,18 +211,23 @@ export class Conversation {
     return message;
   }
 
-  #answer(question: string | null): void {
-    this.#generate(this.#add({ role: "assistant", content: "", parent: question, end: "running" }), {});
+  #answer(question: string | null, other: Partial<ChatSettings> = {}): void {
+    this.#generate(
+      this.#add({ role: "assistant", content: "", parent: question, end: "running" }),
+      {},
+      other,
+    );
   }
 
   /** Streams into a message; text that it has already is continued. */
-  #generate(message: Message, fields: Partial<Message>): void {
+  #generate(message: Message, fields: Partial<Message>, other: Partial<ChatSettings> = {}): void {
     this.stop();
-    const model = server.model(this.settings.model)?.id;
+    const chat = { ...this.settings, ...other };
+    const model = server.model(chat.model)?.id;
     this.tree = trees.update(this.tree, message.id, {
       ...fields,
       model,
-      effort: this.settings.effort,
+      effort: chat.effort,
       end: "running",
     });
     const generation = new Generation(message);
@@ -220,7 +249,7 @@ export class Conversation {
       },
       failed: server.noticed.bind(server),
     };
-    const body = this.#request(message, model);
+    const body = this.#request(message, chat, model);
     void generation.run(body, server.key, sink).finally(() => {
       if (this.running !== generation) return;
       this.running = null;
@@ -228,7 +257,7 @@ export class Conversation {
     });
   }
 
-  #request(answer: Message, model: string | undefined): Record<string, unknown> {
+  #request(answer: Message, chat: ChatSettings, model: string | undefined): Record<string, unknown> {
     const before = answer.parent === null ? [] : trees.pathTo(this.tree, answer.parent);
     const isInReasoning = isCutInReasoning(answer);
     const isContinued = answer.content !== "" || isInReasoning;
@@ -237,9 +266,9 @@ export class Conversation {
       : answer;
     const all = isContinued ? [...before, soFar] : before;
     return {
-      ...chatFields(this.settings),
+      ...chatFields(chat),
       ...(model ? { model } : {}),
-      messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
+      messages: wireMessages(chat, sent(all, this.session?.contextFrom ?? null)),
       ...tokenView.fields(this.id),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
     };
@@ -254,5 +283,7 @@ export class Conversation {
     const answer = splitReasoning(message.content, message.reasoning).answer;
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);
+    void titleByModel(this, message);
+    queues.answered(this, message);
   }
 }

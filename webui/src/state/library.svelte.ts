@@ -7,7 +7,7 @@ import { matches, snippet, words, type Snippet } from "../lib/search";
 import { cleanTitle, titleOf } from "../lib/title";
 import { newSession, type Whole } from "../lib/transfer";
 import * as trees from "../lib/tree";
-import type { ChatSettings, Message, Session } from "../lib/types";
+import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
 import type { Place } from "../lib/window";
 import { Conversation } from "./conversation.svelte";
 import { t, ui } from "./ui.svelte";
@@ -98,18 +98,35 @@ export class Library {
   }
 
   /** A question that begins a session, or goes on with the current one. */
-  send(text: string): void {
-    if (this.current === null) {
-      const session = newSession(Date.now(), { settings: this.newSettings });
-      this.#put(session);
-      const made = new Conversation(this, session.id, [], {});
-      this.keep(made);
-      this.current = made;
-      this.newSettings = null;
-      this.#awaited = null;
-      replaceAddress(addressOf(session.id));
+  send(text: string, attachments: readonly Attachment[] = []): void {
+    (this.current ?? this.#begin()).send(text, attachments);
+  }
+
+  #begin(): Conversation {
+    const session = newSession(Date.now(), { settings: this.newSettings });
+    this.#put(session);
+    const made = new Conversation(this, session.id, [], {});
+    this.keep(made);
+    this.current = made;
+    this.newSettings = null;
+    this.#awaited = null;
+    replaceAddress(addressOf(session.id));
+    return made;
+  }
+
+  /** Adds a question and its answer, asked with these settings, to a chat, or to a new one (null), and shows it. */
+  async adopt(
+    chat: Conversation | null,
+    asked: ChatSettings,
+    question: Message,
+    answer: Message,
+  ): Promise<void> {
+    await this.show(chat?.id ?? null);
+    const conversation = this.current ?? this.#begin();
+    if (JSON.stringify(asked) !== JSON.stringify(conversation.settings)) {
+      this.change(conversation.id, { settings: asked });
     }
-    this.current.send(text);
+    conversation.adopt(question, answer);
   }
 
   change(id: string, fields: Partial<Session>): void {

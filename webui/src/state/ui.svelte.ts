@@ -3,7 +3,7 @@
 import { translate, type Key, type Vars } from "../lib/i18n";
 import { settings } from "./look.svelte";
 
-export type Dialog = "settings" | "search" | "help" | null;
+export type Dialog = "settings" | "search" | "help" | "compare" | "map" | null;
 
 export interface Toast {
   id: number;
