@@ -95,8 +95,9 @@ class ModelAssets:
         """Raise UnsupportedError if the model cannot do this; None: generate text."""
         use = "/v1/rerank and /score" if self.info.has_score_head else "embeddings"
         if pooling is None and not self.info.generates:
-            kind = "is an encoder, which" if self.info.is_encoder else "has no head that"
-            raise UnsupportedError(f"{self.name} {kind} generates no text; use it for {use}", param="model")
+            why = "is an encoder, which generates no text"
+            why = why if self.info.is_encoder else "has no head that generates text"
+            raise UnsupportedError(f"{self.name} {why}; use it for {use}", param="model")
         if pooling == "score" and not self.scores_pairs:
             raise UnsupportedError(f"{self.name} does not score pairs; use it for {use}", param="model")
         if pooling not in (None, "score") and self.info.has_score_head:
