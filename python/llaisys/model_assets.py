@@ -95,11 +95,13 @@ class ModelAssets:
         """Raise UnsupportedError if the model cannot do this; None: generate text."""
         use = "/v1/rerank and /score" if self.info.has_score_head else "embeddings"
         if pooling is None and not self.info.generates:
-            kind = "is an encoder, which" if self.info.is_encoder else "has no head that"
-            raise UnsupportedError(f"{self.name} {kind} generates no text; use it for {use}", param="model")
-        if pooling is not None and (pooling == "score") != self.info.has_score_head and self.info.is_encoder:
-            what = "score head" if pooling == "score" else "embeddings"
-            raise UnsupportedError(f"{self.name} has no {what}; use it for {use}", param="model")
+            why = "is an encoder, which generates no text"
+            why = why if self.info.is_encoder else "has no head that generates text"
+            raise UnsupportedError(f"{self.name} {why}; use it for {use}", param="model")
+        if pooling == "score" and not self.scores_pairs:
+            raise UnsupportedError(f"{self.name} does not score pairs; use it for {use}", param="model")
+        if pooling not in (None, "score") and self.info.has_score_head:
+            raise UnsupportedError(f"{self.name} has no embeddings; use it for {use}", param="model")
 
     def score_token_ids(self, pooling: Pooling | None) -> tuple[int, int] | None:
         """Return the tokens whose logprobs make the score of a request with this pooling; None for others."""

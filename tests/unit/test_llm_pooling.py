@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from llaisys import (
     ScoringRequestOutput,
     UnsupportedError,
 )
+from llaisys.model_assets import ModelAssets
+from llaisys.text.reranker import YesNoReranker
 
 pytestmark = pytest.mark.usefixtures("fake_model")
 
@@ -82,6 +85,22 @@ def test_scores_are_cosine_similarities(llm: LLM) -> None:
             llm.score(*wrong)
 
 
+def test_a_reranker_scores_pairs_and_needs_texts(fake_model: ModelAssets) -> None:
+    made = text.tokenizer()
+    fixed = tuple(made.encode("<", False)), tuple(made.encode(">", False))
+    reranker = YesNoReranker(*fixed, token_ids=(5, 3))
+    with LLM("fake", num_kv_cells=1024) as llm:
+        llm._model = llm._engine.model = replace(fake_model, reranker=reranker)
+        outputs = llm.score("a", ["b", "c"])
+        for document, output in zip("bc", outputs, strict=True):
+            ids = [*fixed[0], *made.encode(reranker.body("a", document, None), False), *fixed[1]]
+            assert output.prompt_token_ids == ids
+            no, yes = (math.exp(core.prompt_logprob(ids, id)) for id in (5, 3))
+            assert output.outputs.score == pytest.approx(yes / (no + yes), rel=1e-6)
+        with pytest.raises(RejectedError, match="texts, not token ids"):
+            llm.score([1], [2])
+
+
 def test_pooling_params(llm: LLM) -> None:
     params = PoolingParams(
         truncate_prompt_tokens=2, dimensions=llm.model_info.d_model, normalize=True, task="embed"
@@ -139,3 +158,21 @@ def test_a_closed_llm() -> None:
     for call in (lambda: made.embed([1]), lambda: made.reset_prefix_cache()):
         with pytest.raises(RejectedError, match="closed"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("facts", "pooling", "names"),
+    [
+        ({}, "score", "does not score pairs"),
+        ({"generates": False}, None, "has no head that generates text"),
+        ({"generates": False, "is_encoder": True}, None, "is an encoder, which generates no text"),
+        ({"generates": False, "is_encoder": True, "has_score_head": True}, "mean", "has no embeddings"),
+        ({"generates": False, "is_encoder": True}, "score", "use it for embeddings"),
+    ],
+)
+def test_a_task_that_the_model_cannot_do_is_refused_by_name(
+    fake_model: ModelAssets, facts: dict[str, Any], pooling: Any, names: str
+) -> None:
+    model = replace(fake_model, info=replace(fake_model.info, **facts))
+    with pytest.raises(UnsupportedError, match=names):
+        model.check_task(pooling)

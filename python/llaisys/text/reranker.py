@@ -65,6 +65,18 @@ def load_reranker(info: ModelInfo, tokenizer: Tokenizer, score_type: str, name: 
     if its name says Qwen3-Reranker. Raises RejectedError (not two tokens), UnsupportedError (tokens that are
     not in the vocabulary).
     """
+    if score_type == "cosine" and info.has_score_head:
+        raise UnsupportedError(
+            "score_type cosine needs embeddings, but the model has a score head; set score_type to auto",
+            param="score_type",
+        )
+    if not info.generates:
+        if score_type == "yes_no":
+            raise UnsupportedError(
+                "score_type yes_no needs a model that generates text; set score_type to auto",
+                param="score_type",
+            )
+        return None
     folder = Path(info.path)
     stated = read_object(folder / "config.json").get(_KEY) if folder.is_dir() else None
     is_named = "qwen3-reranker" in f"{name} {folder.name}".lower()

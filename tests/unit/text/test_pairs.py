@@ -113,6 +113,12 @@ def test_which_models_are_yes_no_rerankers(tmp_path: Path, info: Info) -> None:
     for score_type, name in (("auto", "Qwen/Qwen3-Reranker-0.6B"), ("yes_no", "mine")):
         with pytest.raises(UnsupportedError, match="no tokens 'no' and 'yes'"):
             load_reranker(plain, made, score_type, name)
+    headless = replace(plain, generates=False)
+    assert load_reranker(headless, made, "auto", "Qwen3-Reranker-0.6B") is None
+    with pytest.raises(UnsupportedError, match="yes_no needs a model that generates text"):
+        load_reranker(headless, made, "yes_no", "x")
+    with pytest.raises(UnsupportedError, match="cosine needs embeddings"):
+        load_reranker(replace(headless, has_score_head=True), made, "cosine", "x")
     for wrong in ("yes", ["yes"], ["no", 1]):
         with pytest.raises(RejectedError, match="classifier_from_token"):
             load_reranker(info(folder(tmp_path, classifier_from_token=wrong)), made, "auto", "x")

@@ -76,6 +76,19 @@ struct Head {
     out: Projection,
 }
 
+/// A forward pass: its number of rows, the cells, and the activations.
+struct Pass<'a> {
+    n: usize,
+    kv: &'a mut dyn KvLayers,
+    work: &'a mut EncoderWorkspace,
+}
+
+/// The residual stream x, and memory of the same length.
+struct Residual<'a> {
+    x: &'a mut [f32],
+    scratch: &'a mut [f32],
+}
+
 /// The activations of a forward pass, allocated once. Their memory is touched as row counts grow.
 #[derive(Debug)]
 pub struct EncoderWorkspace {
@@ -167,7 +180,7 @@ impl Encoder {
         }
         for (index, layer) in self.layers.iter().enumerate() {
             kv.begin_layer();
-            self.attention(cx, index, n, kv, work);
+            self.attention(cx, index, Pass { n, kv: &mut *kv, work: &mut *work });
             self.feed_forward(cx, layer, n, work);
         }
         let x = first(&mut work.x, n * self.config.d_model);
@@ -195,14 +208,8 @@ impl Encoder {
     }
 
     /// Adds the output of layer `index`'s attention to the residual stream of `n` rows.
-    fn attention(
-        &self,
-        cx: &mut OpContext,
-        index: usize,
-        n: usize,
-        kv: &mut dyn KvLayers,
-        work: &mut EncoderWorkspace,
-    ) {
+    fn attention(&self, cx: &mut OpContext, index: usize, pass: Pass<'_>) {
+        let Pass { n, kv, work } = pass;
         let (config, layer) = (&self.config, &self.layers[index]);
         let (len, is_local) = (n * config.d_model, config.is_local(index));
         let (x, scratch) = (first(&mut work.x, len), first(&mut work.scratch, len));
@@ -225,7 +232,7 @@ impl Encoder {
         let scoring = Scoring { scale: 1.0 / (d_head as f32).sqrt(), soft_cap: None };
         let attended = first(&mut work.attended, len);
         ops::attention(cx, Queries { q, scoring }, kv.layer(0), seen, attended);
-        self.add_projection(cx, attended, &layer.o, x, scratch);
+        self.add_projection(cx, attended, &layer.o, Residual { x: &mut *x, scratch });
         if let Some(norm) = layer.attn_norm.as_ref().filter(|_| !config.spec.pre_norms) {
             self.normalize(cx, norm, x);
         }
@@ -246,7 +253,7 @@ impl Encoder {
                 ops::linear_gated(cx, input, GatedPart { gate_up, bias: None, gate: Gate::Gelu }, inner);
             }
         }
-        self.add_projection(cx, inner, &layer.down, x, scratch);
+        self.add_projection(cx, inner, &layer.down, Residual { x: &mut *x, scratch });
         if !self.config.spec.pre_norms {
             self.normalize(cx, &layer.ffn_norm, x);
         }
@@ -270,15 +277,15 @@ impl Encoder {
         }
     }
 
-    /// `x += projection(input)`; `scratch` has the length of `x`.
+    /// `x += projection(input)`
     fn add_projection(
         &self,
         cx: &mut OpContext,
         input: &[f32],
         projection: &Projection,
-        x: &mut [f32],
-        scratch: &mut [f32],
+        residual: Residual<'_>,
     ) {
+        let Residual { x, scratch } = residual;
         if projection.bias.is_none() {
             return ops::linear_add(cx, input, &projection.matrix, x);
         }
