@@ -107,18 +107,15 @@ impl Decoder {
         let (mut n_attention, mut n_recurrent) = (0, 0);
         for (index, layer) in self.weights.layers.iter().enumerate() {
             pass.kv.begin_layer();
-            match (&layer.mixer, &self.config.delta_net) {
-                (Mixer::DeltaNet(weights), Some(config)) => {
+            match &layer.mixer {
+                Mixer::DeltaNet(weights) => {
                     normalized(cx, layer.attn_norm.as_ref(), self.config.rms_eps, pass.w.x, pass.w.normed);
-                    self.delta_net(cx, n_recurrent, weights, config, &mut pass)?;
+                    self.delta_net(cx, n_recurrent, weights, &mut pass)?;
                     n_recurrent += 1;
                 }
-                (Mixer::Attention(weights), _) => {
+                Mixer::Attention(weights) => {
                     self.attention(cx, LayerNumber { index, of_kind: n_attention }, weights, &mut pass)?;
                     n_attention += 1;
-                }
-                (Mixer::DeltaNet(_), None) => {
-                    unreachable!("recurrent layers are packed by the configuration")
                 }
             }
             self.feed_forward(cx, layer, &mut pass.w)?;

@@ -1,12 +1,13 @@
 //! The recurrent layers of the forward pass: Gated DeltaNet (arXiv:2412.06464).
 
 use super::decoder::{Decoder, Pass};
-use super::workspace::DeltaRows;
 use crate::arch::delta_net::DeltaNet;
 use crate::error::DeviceError;
 use crate::forward::decoder::Branch;
 use crate::forward::weights::DeltaNetWeights;
-use crate::ops::{self, DeltaInputs, LinearPart, OpContext, RecurrentRows, StatesMut};
+use crate::ops::{
+    self, Convolution, DeltaInputs, LinearPart, OpContext, Recurrence, RecurrentRows, StatesMut,
+};
 
 /// Added to the sum of squares of a query or key before its root.
 const L2_EPS: f32 = 1e-6;
@@ -19,16 +20,16 @@ impl Decoder {
         cx: &mut OpContext,
         index: usize,
         weights: &DeltaNetWeights,
-        config: &DeltaNet,
         pass: &mut Pass<'_>,
     ) -> Result<(), DeviceError> {
-        let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
+        let config = self.config().delta_net.expect("recurrent layers are packed by the configuration");
         let (input, w) = (&*pass.w.normed, &mut pass.w.delta);
         let part = |weight| LinearPart { weight, bias: None };
         let parts = [&weights.q, &weights.k, &weights.v, &weights.z].map(part);
         ops::linear(cx, input, &parts, &mut [&mut *w.q_in, &mut *w.k_in, &mut *w.v_in, &mut *w.z]);
         ops::linear(cx, input, &[&weights.b, &weights.a].map(part), &mut [&mut *w.b, &mut *w.a]);
-        convolve(cx, weights, config, pass.kv.states_mut(index), rows, w);
+        let rows = convolve(cx, index, weights, &config, pass);
+        let w = &mut pass.w.delta;
         let eps = L2_EPS / config.heads.d_key as f32;
         ops::rms_norm_in_place(cx, w.q, &weights.unit[0], eps);
         ops::rms_norm_in_place(cx, w.k, &weights.unit[1], eps);
@@ -41,28 +42,29 @@ impl Decoder {
             len: config.heads.matrices_len(),
         };
         // The convolution has read its inputs.
-        ops::delta_rule(cx, inputs, config.heads, rows, states, w.v_in, w.out);
+        ops::delta_rule(cx, inputs, Recurrence { heads: config.heads, rows, states }, w.v_in, w.out);
         ops::gated_norm(cx, w.out, w.z, &weights.norm, self.config().rms_eps);
         let branch = Branch { input: w.out, projection: &weights.out, norm: None };
         self.add_projection(cx, branch, pass.w.x, pass.w.normed)
     }
 }
 
-/// Convolves queries, keys and values, each with its part of the windows.
-fn convolve(
+/// Convolves queries, keys and values, each with its part of the windows. Returns the rows of each sequence.
+fn convolve<'a>(
     cx: &OpContext,
+    index: usize,
     weights: &DeltaNetWeights,
     config: &DeltaNet,
-    states: &mut [f32],
-    rows: RecurrentRows<'_>,
-    w: &mut DeltaRows<'_>,
-) {
-    let mut offset = 0;
+    pass: &mut Pass<'a>,
+) -> RecurrentRows<'a> {
+    let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
+    let (states, w, mut offset) = (pass.kv.states_mut(index), &mut pass.w.delta, 0);
     let parts = [(&*w.q_in, &mut *w.q), (&*w.k_in, &mut *w.k), (&*w.v_in, &mut *w.v)];
     for ((x, out), taps) in parts.into_iter().zip(&weights.taps) {
         let len = taps.len() / config.n_taps * (config.n_taps - 1);
-        let windows = StatesMut { data: states, stride: config.state_len(), offset, len };
-        ops::causal_conv(cx, x, taps, rows, windows, out);
+        let windows = StatesMut { data: &mut *states, stride: config.state_len(), offset, len };
+        ops::causal_conv(cx, x, Convolution { taps, rows, windows }, out);
         offset += len;
     }
+    rows
 }

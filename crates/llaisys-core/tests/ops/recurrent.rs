@@ -4,7 +4,8 @@
 use crate::parity::{assert_close, contexts, name};
 use llaisys_core::ops::cases::{ROUNDING, Size, SplitMix64};
 use llaisys_core::ops::{
-    self, DeltaHeads, DeltaInputs, OpContext, RecurrentRows, SequenceRows, StatesMut, ValueOrder, reference,
+    self, Convolution, DeltaHeads, DeltaInputs, OpContext, Recurrence, RecurrentRows, SequenceRows,
+    StatesMut, ValueOrder, reference,
 };
 
 /// Sequences of these lengths, their rows interleaved in the pass.
@@ -54,7 +55,8 @@ fn causal_conv_agrees_with_the_reference_wherever_a_pass_begins() {
             let (made, order) = sequences(&LENGTHS, &BEFORE);
             let run = |x: &[f32], rows: RecurrentRows<'_>, data: &mut [f32]| {
                 let mut out = vec![f32::NAN; x.len()];
-                ops::causal_conv(&cx, x, &taps, rows, StatesMut { data, stride, offset: 5, len }, &mut out);
+                let windows = StatesMut { data, stride, offset: 5, len };
+                ops::causal_conv(&cx, x, Convolution { taps: &taps, rows, windows }, &mut out);
                 out
             };
             let mut whole = states.clone();
@@ -136,7 +138,7 @@ fn delta_rule(
     let (mut scratch, mut out) = (vec![f32::NAN; inputs.v.len()], vec![f32::NAN; inputs.v.len()]);
     let len = heads.matrices_len();
     let states = StatesMut { data, stride: 3 + len, offset: 3, len };
-    ops::delta_rule(cx, inputs.view(), heads, rows, states, &mut scratch, &mut out);
+    ops::delta_rule(cx, inputs.view(), Recurrence { heads, rows, states }, &mut scratch, &mut out);
     out
 }
 

@@ -9,21 +9,25 @@ use super::rows::for_row_runs;
 use crate::ops::OpContext;
 use crate::ops::recurrent::{RecurrentRows, StateJob, StatesMut};
 
+/// A short convolution and its rows.
+#[derive(Debug)]
+pub struct Convolution<'a> {
+    /// `[K, C]`, the newest last.
+    pub taps: &'a [f32],
+    /// The rows of each sequence.
+    pub rows: RecurrentRows<'a>,
+    /// `[K - 1, C]` of each state, the newest input last.
+    pub windows: StatesMut<'a>,
+}
+
 /// Short causal convolution of each channel over the rows of its sequence, then silu. Leaves the last inputs of each
 /// sequence in its window.
 ///
-/// - `x`, `out`: `[n, C]`; `taps`: `[K, C]`, the newest last
-/// - `windows`: `[K - 1, C]` of each state, the newest input last
+/// - `x`, `out`: `[n, C]`
 ///
 /// Panics if shapes disagree. Source: arXiv:2312.00752.
-pub fn causal_conv(
-    cx: &OpContext,
-    x: &[f32],
-    taps: &[f32],
-    rows: RecurrentRows<'_>,
-    windows: StatesMut<'_>,
-    out: &mut [f32],
-) {
+pub fn causal_conv(cx: &OpContext, x: &[f32], convolution: Convolution<'_>, out: &mut [f32]) {
+    let Convolution { taps, rows, windows } = convolution;
     let n = rows.order.len();
     let width = x.len().checked_div(n).unwrap_or(0);
     assert!(x.len() == n * width && out.len() == x.len(), "rows of wrong shape");

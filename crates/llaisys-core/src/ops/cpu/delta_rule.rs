@@ -27,21 +27,30 @@ pub struct DeltaInputs<'a> {
     pub decay: &'a [f32],
 }
 
+/// The heads, rows and states of [`delta_rule`].
+#[derive(Debug)]
+pub struct Recurrence<'a> {
+    /// Heads and their widths.
+    pub heads: DeltaHeads,
+    /// The rows of each sequence.
+    pub rows: RecurrentRows<'a>,
+    /// A matrix `[d_key, d_value]` for each value head of each state.
+    pub states: StatesMut<'a>,
+}
+
 /// For each value head, over the rows of each sequence in order: S = decay S, S += k (x) beta (v - S^T k), o = S^T q.
 ///
-/// - `states`: a matrix `[d_key, d_value]` for each value head of each state
 /// - `scratch`, `out`: `[n, n_values, d_value]`; the result is in `out`
 ///
 /// Panics if shapes disagree. Source: arXiv:2412.06464.
 pub fn delta_rule(
     cx: &OpContext,
     inputs: DeltaInputs<'_>,
-    heads: DeltaHeads,
-    rows: RecurrentRows<'_>,
-    states: StatesMut<'_>,
+    recurrence: Recurrence<'_>,
     scratch: &mut [f32],
     out: &mut [f32],
 ) {
+    let Recurrence { heads, rows, states } = recurrence;
     let (n, width, d_value) = (rows.order.len(), heads.value_width(), heads.d_value);
     assert_eq!(states.len, heads.matrices_len(), "states of wrong shape");
     assert!(inputs.q.len() == n * heads.key_width() && inputs.k.len() == inputs.q.len(), "queries or keys");
