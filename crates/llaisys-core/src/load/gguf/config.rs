@@ -3,6 +3,8 @@
 //! Keys are those of the GGUF specification, `<architecture>.…`. Unimplemented keys that would change the output are
 //! rejected by name.
 
+mod recurrent;
+
 use crate::arch::bias::Bias;
 use crate::arch::bounds::bounded;
 use crate::arch::config::{Experts, ModelConfig, add_ids};
@@ -14,7 +16,6 @@ use crate::error::{FormatError, GgufError};
 use crate::error::{Result, Unsupported};
 use crate::load::gguf::Header;
 use crate::load::gguf::metadata::{Metadata, Value};
-use crate::load::gguf::recurrent;
 use crate::load::gguf::tokenizer::GgufTokenizer;
 
 /// llama.cpp's default where the file has no base.
@@ -329,18 +330,18 @@ fn experts(keys: &Keys<'_>, arch: &ArchSpec, n: usize) -> Result<Option<Experts>
 }
 
 /// The keys below `<architecture>.`.
-pub(super) struct Keys<'a> {
+struct Keys<'a> {
     metadata: &'a Metadata<'a>,
     architecture: &'a str,
 }
 
 impl Keys<'_> {
-    pub(super) fn full(&self, key: &str) -> String {
+    fn full(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
     }
 
     /// Reads a whole number. Errors: another type; an array (a size for each layer).
-    pub(super) fn size(&self, key: &str) -> Result<Option<usize>> {
+    fn size(&self, key: &str) -> Result<Option<usize>> {
         let key = self.full(key);
         if let Some(Value::Array(_)) = self.metadata.get(&key) {
             return Err(Unsupported::feature("a size for each layer", key, "one size for all layers").into());
@@ -361,7 +362,7 @@ impl Keys<'_> {
         Err(Unsupported::feature("a size for each layer", full, "one size for all layers").into())
     }
 
-    pub(super) fn required_size(&self, key: &str) -> Result<usize> {
+    fn required_size(&self, key: &str) -> Result<usize> {
         required(self.size(key)?, &self.full(key))
     }
 

@@ -13,8 +13,6 @@
 pub(crate) mod config;
 mod cursor;
 pub mod metadata;
-#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
-mod recurrent;
 mod table;
 pub mod tokenizer;
 

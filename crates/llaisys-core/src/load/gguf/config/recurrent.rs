@@ -1,10 +1,10 @@
 //! The recurrent layers of a GGUF file's model, and the shared expert.
 
+use super::Keys;
 use crate::arch::bounds::bounded;
 use crate::arch::delta_net::DeltaNet;
 use crate::arch::spec::ArchSpec;
 use crate::error::{FormatError, Result, Unsupported};
-use crate::load::gguf::config::Keys;
 use crate::ops::DeltaHeads;
 
 /// llama.cpp's default of `full_attention_interval`.
