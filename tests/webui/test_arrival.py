@@ -124,6 +124,7 @@ def test_the_model_titles_new_chats_if_asked_to(chat: Chat) -> None:
     chat.done()
     expect(chat.sessions).to_have_text(["Why do tides come?"])
     chat.page.keyboard.press("Control+,")
+    chat.page.get_by_role("tab", name="Page").click()
     chat.page.get_by_label("The model titles new chats").check()
     chat.page.keyboard.press("Escape")
     assert len(bodies) == 1

@@ -72,7 +72,7 @@ describe("the bar of a request", () => {
       createdMs: 1,
       timeUse,
     };
-    const [read] = fromJson(toJson([{ session: newSession(1), messages: [message] }]), 2);
+    const [read] = fromJson(toJson([{ session: newSession(1), messages: [message] }]), 2).wholes;
     expect(read!.messages[0]!.timeUse).toEqual(timeUse);
     for (const value of [null, 7, {}, { stretches: 1, sums: {} }, { stretches: [], sums: null }]) {
       expect(readTimeUse(value)).toBeNull();

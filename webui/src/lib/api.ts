@@ -89,16 +89,6 @@ interface Card {
   default_sampling_params?: Params;
 }
 
-/** The number of tokens of a text, without special ones. Throws ApiError. */
-export async function countTokens(text: string, model: string, key: string): Promise<number> {
-  const answer = await call("/tokenize", key, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ model, prompt: text, add_special_tokens: false }),
-  });
-  return ((await answer.json()) as { count: number }).count;
-}
-
 /** The text of /metrics. Throws ApiError. */
 export async function fetchMetrics(key: string): Promise<string> {
   return (await call("/metrics", key, {})).text();
@@ -201,7 +191,7 @@ function* pieces(chunk: Chunk, status: number): Generator<Piece> {
 export async function countTokens(
   body: Record<string, unknown>,
   key: string,
-  signal: AbortSignal,
+  signal?: AbortSignal,
 ): Promise<number> {
   const answer = await post("/tokenize", body, key, signal);
   return ((await answer.json()) as { count: number }).count;

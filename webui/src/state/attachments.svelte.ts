@@ -98,7 +98,10 @@ class Attachments {
 
   /** The chip shows no number if the server cannot count. */
   async #count(chat: string | null, file: Attachment): Promise<void> {
-    const tokens = await countTokens(blockOf(file), modelOf(), server.key).catch(() => undefined);
+    const tokens = await countTokens(
+      { model: modelOf(), prompt: blockOf(file), add_special_tokens: false },
+      server.key,
+    ).catch(() => undefined);
     if (tokens === undefined) return;
     this.#set(
       chat,

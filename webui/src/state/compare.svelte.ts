@@ -3,6 +3,7 @@
 
 import { sent, wireMessages } from "../lib/context";
 import { newId } from "../lib/id";
+import { chatFields } from "../lib/request";
 import type { Attachment, ChatSettings, Message } from "../lib/types";
 import { attachments } from "./attachments.svelte";
 import type { Conversation } from "./conversation.svelte";
@@ -31,15 +32,17 @@ export class Column {
     const model = server.model(this.settings.model)?.id;
     const parent = before.at(-1)!.id;
     const empty: Message = { id: newId(), parent, role: "assistant", content: "", createdMs: Date.now() };
-    this.answer = { ...empty, ...(model ? { model } : {}), end: "running" };
+    const { effort } = this.settings;
+    this.answer = { ...empty, ...(model ? { model } : {}), effort, end: "running" };
     const generation = new Generation(empty);
     this.running = generation;
     const body = {
-      ...this.settings.params,
+      ...chatFields(this.settings),
       ...(model ? { model } : {}),
       messages: wireMessages(this.settings, before),
     };
     await generation.run(body, server.key, {
+      seen: () => {},
       draw: (fields) => {
         if (this.running === generation && this.answer) this.answer = { ...this.answer, ...fields };
       },

@@ -138,7 +138,7 @@ export class Conversation {
 
   /** Asks for the tokens of an answer that was generated without the token view. */
   computeTokens(answer: Message): void {
-    const { model, messages } = this.#request(answer, answer.model);
+    const { model, messages } = this.#request(answer, this.settings, answer.model);
     const body = { model, messages, add_generation_prompt: false, continue_final_message: true };
     void tokenView.compute(answer, body);
   }
