@@ -248,6 +248,7 @@ def size_encoder(
         "quantization": config.quantization is not None,
         "speculative_config": config.speculative_config is not None,
         "tensor_parallel_size": config.tensor_parallel_size > 1,
+        "kv_events_config": _kv_events(config) is not None,
     }
     for name, is_set in unsupported.items():
         if is_set:
@@ -255,7 +256,7 @@ def size_encoder(
     max_model_len = _requested_len(config, info)
     n_batch = max(config.max_num_batched_tokens, max_model_len)
     limits = Limits(
-        max_num_seqs=_n_seqs(config),
+        max_num_seqs=_n_seqs_configured(config),
         max_num_batched_tokens=n_batch,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
