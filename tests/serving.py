@@ -110,7 +110,7 @@ def serving(
     *flags: str,
     key: str = "",
     extra: Mapping[str, str] | None = None,
-    program: Sequence[str] = COMMAND,
+    program: Sequence[str] | None = None,
 ) -> Iterator[Server]:
     """Start a server, yield it when it is ready, and kill it at the end if it is still running.
 
@@ -118,12 +118,12 @@ def serving(
     - `model`: None if the flags name the models.
     - `key`: its keys, as in `a,b`.
     - `extra`: more variables of its environment.
-    - `program`: what runs `llaisys`.
+    - `program`: what runs `llaisys`; COMMAND by default.
     """
     log = folder / "server.log"
     # A client that reuses an idle connection while the server closes it gets an error.
     idle = ("--timeout-keep-alive", "600")
-    command = [*program, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
+    command = [*(program or COMMAND), "serve", *([model] if model else []), "--port", "0", *idle, *flags]
     env = environment(**(extra or {}), **({"LLAISYS_API_KEY": key} if key else {}))
     with (
         log.open("w", encoding="utf-8") as stderr,

@@ -88,6 +88,7 @@ SHARED: dict[str, list[dict[str, Any]]] = {
     "guided_choice": [{"guided_choice": [text]} for text in TEXTS],
     "guided_grammar": [{"guided_grammar": 'start: "天" | "🌈🌈"'}],
     "n": [{"n": 3}, {"n": 8, "max_tokens": 9}],
+    "logprob_token_ids": [{"logprob_token_ids": [161, 97]}],
     "allowed_token_ids": [{"allowed_token_ids": [161, 97, 102, 172, 253, 234, 252]}],
     "bad_words": [{"bad_words": ["天", "a"]}],
     "truncate_prompt_tokens": [{"truncate_prompt_tokens": 3}],
