@@ -78,12 +78,12 @@ def test_credentials_of_a_trace_collector_are_hidden(capsys: pytest.CaptureFixtu
 
 
 def test_every_setting_that_may_hold_a_secret_is_hidden_or_a_file() -> None:
-    """Checks setting names: a new one must be hidden, a path, or listed here."""
+    """Checks setting names: a new one must be hidden, a path, a number or a flag."""
     named = {
         name: field.annotation
         for name, field in Config.model_fields.items()
         if any(word in name for word in ("key", "token", "secret", "password", "credential", "header"))
     }
-    counts = {name for name, kind in named.items() if kind in (int, int | None)}
+    counts = {name for name, kind in named.items() if kind in (int, int | None, bool)}
     files = {name for name, kind in named.items() if kind == Path | None}
     assert set(named) - counts - files == SECRETS
