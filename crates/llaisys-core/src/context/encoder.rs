@@ -4,7 +4,6 @@ use super::{IsaName, THREADS_MAX};
 use crate::arch::encoder::EncoderConfig;
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::{FormatError, Rejected, Result, Unsupported};
-use crate::faults::fault_point;
 use crate::forward::decoder::KvLayers;
 use crate::forward::encoder::{Encoder, EncoderRows, EncoderWorkspace};
 use crate::kv::Storage;
@@ -129,7 +128,6 @@ impl EncoderContext {
         let pool = Arc::clone(&self.ops.pool);
         let _guard = progress.waiting_for_pool(|| pool.lock());
         let _step = progress.begin_step();
-        fault_point!("encode.begin");
         let texts = self.check_request(request)?;
         let zeros = vec![0; if request.types.is_empty() { request.tokens.len() } else { 0 }];
         let types = if request.types.is_empty() { &zeros[..] } else { request.types };
