@@ -23,9 +23,7 @@ export function fromMessages(messages: readonly Message[], chosen: Readonly<Reco
   const byParent = new Map<string, Message[]>();
   for (const message of messages) {
     const key = message.parent ?? "";
-    const siblings = byParent.get(key);
-    if (siblings) siblings.push(message);
-    else byParent.set(key, [message]);
+    byParent.set(key, [...(byParent.get(key) ?? []), message]);
   }
   const kept = new Map<string, Message>();
   const children = new Map<string, string[]>();

@@ -64,9 +64,7 @@ export class Sync {
     this.#isBusy = true;
     let waitMs = POLL_MS;
     try {
-      const keepsChats = await this.#pull();
-      this.library.allKnown();
-      if (!keepsChats) {
+      if (!(await this.#pull())) {
         this.library.onChange = this.library.onDelete = () => {};
         return;
       }
