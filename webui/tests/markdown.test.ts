@@ -69,7 +69,7 @@ describe("Markdown", () => {
     expect(after[2]).not.toBe(before[2]);
   });
 
-  it("starts anew when the text is another one", () => {
+  it("starts again when the text is another one", () => {
     const blocks = new Blocks();
     blocks.update("one\n\ntwo", false, LABELS);
     expect(blocks.update("other", false, LABELS).map(({ html }) => html)).toEqual(["<p>other</p>\n"]);

@@ -5,7 +5,6 @@ With `worker`, this is the only importer of `llaisys._core`. A worker is built, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llaisys.engine.host import bind_thread
-from llaisys.engine.load_progress import loading_bar
+from llaisys.engine.load_progress import model_load
 from llaisys.engine.memory import WorkerSettings
 from llaisys.engine.request import Request
 from llaisys.engine.worker import core_watchdog
@@ -22,8 +20,6 @@ from llaisys.engine.worker import core_watchdog
 if TYPE_CHECKING:
     from llaisys._core import Encoder
     from llaisys._core import Watchdog as Watchdog
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +69,8 @@ def open_encoder(settings: WorkerSettings) -> EncoderWorker:
     """Load the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
     from llaisys import _core  # as in `open_worker`
 
-    bind_thread(settings.cpu_ids, settings.memory_nodes)
-    log.info("loading %s", settings.path)
     progress = _core.Progress()
-    with loading_bar(settings.path.name, lambda: progress.loading, shown=settings.shows_progress):
+    with model_load(settings, lambda: progress.loading):
         encoder = _core.Encoder(
             str(settings.path),
             progress=progress,

@@ -1,7 +1,8 @@
-"""Shows a progress bar on the terminal while the weights of a model are loaded."""
+"""What surrounds every load of a model: the thread is bound, and the terminal shows a progress bar."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -10,7 +11,25 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from llaisys.engine.host import bind_thread
+from llaisys.engine.memory import WorkerSettings
+
+log = logging.getLogger(__name__)
+
 PERIOD_S = 0.1
+
+
+@contextmanager
+def model_load(settings: WorkerSettings, loading: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    """Bind this thread to the CPUs of the settings, and show the progress of the load that follows.
+
+    `loading`: as in `loading_bar`.
+    """
+    bind_thread(settings.cpu_ids, settings.memory_nodes)
+    log.info("loading %s", settings.path)
+    shown = settings.shows_progress and settings.gpu is None
+    with loading_bar(settings.path.name, loading, shown=shown):
+        yield
 
 
 @contextmanager

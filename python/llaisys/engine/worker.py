@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from llaisys.config import cubin_folder, cuda_library_folders
 from llaisys.engine.batch import AcceptedTokens, Batch, Mask, StepResult
 from llaisys.engine.engine_output import TokenLogprobs
-from llaisys.engine.host import bind_thread
-from llaisys.engine.load_progress import loading_bar
+from llaisys.engine.load_progress import model_load
 from llaisys.engine.memory import GpuSettings, WorkerSettings
 from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
 from llaisys.engine.request import BrokenInvariant, Request
@@ -288,11 +287,8 @@ def open_worker(settings: WorkerSettings) -> Worker:
     """Load the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
     from llaisys import _core  # not at the top, so that the scheduler and `--help` need no compiled core
 
-    bind_thread(settings.cpu_ids, settings.memory_nodes)
-    log.info("loading %s", settings.path)
     progress = _core.Progress()
-    shown = settings.shows_progress and settings.gpu is None
-    with loading_bar(settings.path.name, lambda: progress.loading, shown=shown):
+    with model_load(settings, lambda: progress.loading):
         context = _core.Context(
             str(settings.path),
             progress=progress,

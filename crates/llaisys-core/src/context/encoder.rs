@@ -8,7 +8,7 @@ use crate::forward::decoder::KvLayers;
 use crate::forward::encoder::{Encoder, EncoderRows, EncoderWorkspace};
 use crate::kv::Storage;
 use crate::load::encoder::EncoderCheckpoint;
-use crate::load::folder::ModelFolder;
+use crate::load::folder::{CONFIG_FILE, ModelFolder};
 use crate::load::weight_format::quantizes;
 use crate::ops::OpContext;
 use crate::ops::dispatch::Kernels;
@@ -82,7 +82,7 @@ impl EncoderContext {
         }
         let folder = ModelFolder::open(path)?;
         let Some(checkpoint) = EncoderCheckpoint::open(&folder, path)? else {
-            let (file, key, expected) = ("config.json", "architectures", "that of an encoder");
+            let (file, key, expected) = (CONFIG_FILE, "architectures", "that of an encoder");
             return Err(FormatError::KeyType { file, key, expected }.into());
         };
         check(&settings, checkpoint.config())?;

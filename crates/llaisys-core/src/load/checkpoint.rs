@@ -85,7 +85,7 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| FormatError::Io { path: path.to_owned(), source };
         if std::fs::metadata(path).map_err(io)?.is_dir() {
-            Self::open_folder(path)
+            Self::open_folder(&ModelFolder::open(path)?, path)
         } else {
             Self::open_gguf(path)
         }
@@ -103,18 +103,17 @@ impl Checkpoint {
         let folder = ModelFolder::open(path)?;
         let info = match EncoderCheckpoint::open(&folder, path)? {
             Some(encoder) => encoder.info().clone(),
-            None => Self::open(path)?.info,
+            None => Self::open_folder(&folder, path)?.info,
         };
         PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
         tokenizer_json::check_folder(&folder)?;
         Ok(info)
     }
 
-    fn open_folder(path: &Path) -> Result<Self> {
-        let folder = ModelFolder::open(path)?;
-        let generation = GenerationConfig::read(&folder)?;
-        let (mut config, quantization) = folder_config::read(&folder, &generation)?;
-        let mut files = safetensors::open(&folder)?;
+    fn open_folder(folder: &ModelFolder, path: &Path) -> Result<Self> {
+        let generation = GenerationConfig::read(folder)?;
+        let (mut config, quantization) = folder_config::read(folder, &generation)?;
+        let mut files = safetensors::open(folder)?;
         let generates = choose_names(&mut config, &files);
         let prefixes = config.wrapper.map_or(config.names.skipped, |wrapper| wrapper.skipped);
         let skipped_tensors = files.skip(prefixes);

@@ -3,8 +3,8 @@
 use crate::arch::encoder::{self, EncoderConfig, EncoderTask, HeadRule, PositionRule};
 use crate::dtype::{ComputeMode, DType};
 use crate::error::{FormatError, Result, Unsupported};
-use crate::load::folder::ModelFolder;
 use crate::load::folder::fields::Fields;
+use crate::load::folder::{CONFIG_FILE as FILE, ModelFolder};
 use crate::load::model_info::{FileFormat, KvBytesPerCell, ModelInfo};
 use crate::load::packed_size::PackedBytes;
 use crate::load::safetensors;
@@ -18,8 +18,6 @@ use serde_json::Value;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
-
-const FILE: &str = "config.json";
 
 /// One tensor that the forward pass needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,8 +48,7 @@ impl EncoderCheckpoint {
     ///
     /// Errors: [`FormatError`] for damage and contradictions; [`Unsupported`] for what is valid but not implemented.
     pub fn open(folder: &ModelFolder, path: &Path) -> Result<Option<Self>> {
-        let Some(map) = folder.object(FILE)? else { return Ok(None) };
-        let fields = Fields { file: FILE, map: &map };
+        let fields = Fields { file: FILE, map: folder.config()? };
         let first = fields.list("architectures")?.and_then(<[Value]>::first).and_then(Value::as_str);
         let Some((spec, task)) = first.and_then(encoder::find) else { return Ok(None) };
         let named = [spec.base, spec.masked, spec.classifier].into_iter().find(|&name| Some(name) == first);

@@ -7,16 +7,14 @@ use crate::arch::rope::{LocalRope, LongRope, QueryScaling, RopeConfig};
 use crate::arch::spec::{self, ArchSpec, SoftCap};
 use crate::arch::wrapper::WRAPPERS;
 use crate::error::{FormatError, Result, Unsupported};
-use crate::load::folder::ModelFolder;
 use crate::load::folder::fields::Fields;
 use crate::load::folder::generation_config::GenerationConfig;
 use crate::load::folder::quantization::Quantization;
 use crate::load::folder::rope;
 use crate::load::folder::text_config::{self, TextConfig};
+use crate::load::folder::{CONFIG_FILE as FILE, ModelFolder};
 use crate::load::folder::{options, recurrent, window};
 use serde_json::Value;
-
-const FILE: &str = "config.json";
 
 /// Reads `config.json`, including how matrices are quantized. The ids that end a completion are its own and those of
 /// `generation`.
@@ -26,9 +24,7 @@ pub(crate) fn read(
     folder: &ModelFolder,
     generation: &GenerationConfig,
 ) -> Result<(ModelConfig, Option<Quantization>)> {
-    let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
-    let whole = folder.object(FILE)?.ok_or_else(missing)?;
-    let whole = Fields { file: FILE, map: &whole };
+    let whole = Fields { file: FILE, map: folder.config()? };
     let TextConfig { map, wrapper } = text_config::read(&whole)?;
     let fields = Fields { file: FILE, map: &map };
     let arch = architecture_of(&fields)?;

@@ -20,7 +20,10 @@ use crate::load::json;
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
+/// The file with the hyper-parameters.
+pub const CONFIG_FILE: &str = "config.json";
 /// Bytes of `config.json` and `generation_config.json` that are read.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
@@ -29,7 +32,11 @@ pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 pub struct ModelFolder {
     folder: PathBuf,
     roots: Vec<PathBuf>,
+    config: OnceLock<Object>,
 }
+
+/// A JSON object.
+type Object = serde_json::Map<String, serde_json::Value>;
 
 impl ModelFolder {
     /// Opens the folder at `path`. Errors: it does not exist or cannot be read.
@@ -37,7 +44,7 @@ impl ModelFolder {
         let io = |source| FormatError::Io { path: path.to_owned(), source };
         let folder = fs::canonicalize(path).map_err(io)?;
         let roots = hub_cache_roots(&folder).unwrap_or_else(|| vec![folder.clone()]);
-        Ok(Self { folder, roots })
+        Ok(Self { folder, roots, config: OnceLock::new() })
     }
 
     /// The path of the folder, symbolic links resolved.
@@ -85,16 +92,23 @@ impl ModelFolder {
 
     /// Reads the JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and
     /// [`json::parse`], or the file is not an object.
-    pub fn object(
-        &self,
-        name: &'static str,
-    ) -> Result<Option<serde_json::Map<String, serde_json::Value>>, FormatError> {
+    pub fn object(&self, name: &'static str) -> Result<Option<Object>, FormatError> {
         let Some(bytes) = self.read(name, CONFIG_BYTES_MAX)? else { return Ok(None) };
         let rejected = |source| FormatError::Json { file: name.to_owned(), source };
         match json::parse(&bytes).map_err(rejected)? {
             serde_json::Value::Object(map) => Ok(Some(map)),
             _ => Err(FormatError::KeyType { file: name, key: "the whole file", expected: "an object" }),
         }
+    }
+
+    /// The object in [`CONFIG_FILE`], which is read once. Errors: as [`Self::object`], or there is no such file.
+    pub fn config(&self) -> Result<&Object, FormatError> {
+        if let Some(config) = self.config.get() {
+            return Ok(config);
+        }
+        let missing = || FormatError::FileMissing { folder: self.folder.clone(), name: CONFIG_FILE };
+        let config = self.object(CONFIG_FILE)?.ok_or_else(missing)?;
+        Ok(self.config.get_or_init(|| config))
     }
 }
 
