@@ -215,11 +215,11 @@ def size_engine(
         )
         summary += f"; draft model {draft.path} with {n_cells} cells"
     return EngineSizing(
-        settings, limits, summary, config.speculative_config, draft_settings, _kv_events(config)
+        settings, limits, summary, config.speculative_config, draft_settings, _kv_events(config, info)
     )
 
 
-def _kv_events(config: EngineConfig) -> KvEventsConfig | None:
+def _kv_events(config: EngineConfig, info: ModelInfo) -> KvEventsConfig | None:
     """Return the settings of KV events if they are to be published."""
     kv_events = config.kv_events_config
     if kv_events is None or not kv_events.publishes:
@@ -227,6 +227,12 @@ def _kv_events(config: EngineConfig) -> KvEventsConfig | None:
     if not config.enable_prefix_caching:
         raise RejectedError(
             "kv_events_config publishes the prefix cache, and enable_prefix_caching is off; turn it on",
+            param="kv_events_config",
+        )
+    if info.state_bytes:
+        raise UnsupportedError(
+            f"kv_events_config publishes the prefix cache, which {info.architecture} does not have; "
+            "leave it out",
             param="kv_events_config",
         )
     if find_spec("zmq") is None:
@@ -248,7 +254,7 @@ def size_encoder(
         "quantization": config.quantization is not None,
         "speculative_config": config.speculative_config is not None,
         "tensor_parallel_size": config.tensor_parallel_size > 1,
-        "kv_events_config": _kv_events(config) is not None,
+        "kv_events_config": _kv_events(config, info) is not None,
     }
     for name, is_set in unsupported.items():
         if is_set:
