@@ -168,8 +168,8 @@ async def test_latencies_use_step_times_not_loop_times(
         stats = service.stats()
         assert stats.inter_token_latency_s.count == 9
         assert stats.inter_token_latency_s.sum == pytest.approx(9 / 4)
-        course = service._request_stats._open["a"]
-        assert (course.first_token_s, course.last_token_s) == (begin_s, begin_s + 9 / 4)
+        state = service._request_stats._open["a"].state
+        assert (state.first_token_ts, state.last_token_ts) == (begin_s, begin_s + 9 / 4)
 
 
 @pytest.mark.usefixtures("fake_model")
