@@ -4,7 +4,8 @@ usage: ui.py [--runs 7]
 
 Each run is a new browser profile. It measures first paint and bytes of the first load, and opening a session
 of 2,000 messages. While a completion streams, it measures long tasks (the browser's own entries, over 50 ms),
-frames per second, and the main thread's time in script and layout. Writes benches/results/ui.json.
+frames per second, the main thread's time in script and layout, and nodes of finished blocks that changed.
+Writes benches/results/ui.json.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from playwright.sync_api import Browser, expect, sync_playwright
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from chatpage import FLAGS, Chat, find_browser  # noqa: E402 -- the tests' folder is on the path only now
+from chatpage import FLAGS, REMEMBER, Chat, find_browser  # noqa: E402 -- the tests' folder is on the path only now
 from peers import cpu_name  # noqa: E402 -- as above
 from replay import TOKENS_PER_S, pieces  # noqa: E402 -- as above
 
 LONG_CHAT = 2000
+# The nodes of the first part of the completion are compared before and after the rest of the stream.
+BLOCKS_PER_PART = 7
 WATCH = """
 () => {
     window.long = [];
@@ -110,6 +113,10 @@ def one_run(browser: Browser, url: str) -> dict[str, Any]:
     chat.page.evaluate(WATCH)
     before = busy(devtools.send("Performance.getMetrics"))
     chat.send("How is a tide table made?")
+    chat.page.wait_for_function(
+        "(n) => document.querySelectorAll('.block').length > n", arg=2 * BLOCKS_PER_PART, timeout=60_000
+    )
+    chat.text.locator(f".block:nth-child(-n + {BLOCKS_PER_PART})").evaluate_all(REMEMBER)
     expect(chat.completion.locator(".usage")).to_contain_text("complete", timeout=120_000)
     after = busy(devtools.send("Performance.getMetrics"))
     streamed = chat.page.evaluate(
@@ -120,6 +127,7 @@ def one_run(browser: Browser, url: str) -> dict[str, Any]:
         "worst_task_ms": streamed["worst"],
         "frames_per_s": streamed["frames"] / streamed["s"],
         "stream_s": streamed["s"],
+        "finished_nodes_changed": chat.page.evaluate("lost()"),
         **{f"{name}_share": (after[name] - before[name]) / streamed["s"] for name in after},
     }
     assert chat.text.inner_text()

@@ -55,6 +55,7 @@ FEED = """
         const send = (data) => control.enqueue(encoder.encode(`data: ${data}\\n\\n`));
         window.feed = {
           text: (content) => send(JSON.stringify({ choices: [{ delta: { content } }] })),
+          reasoning: (text) => send(JSON.stringify({ choices: [{ delta: { reasoning_content: text } }] })),
           end: () => { send("[DONE]"); control.close(); },
         };
         const stop = () => control.error(new DOMException("stopped", "AbortError"));
@@ -64,6 +65,46 @@ FEED = """
     return Promise.resolve(new Response(body, { headers: { "content-type": "text/event-stream" } }));
   };
 })();
+"""
+
+# Counts nodes that are added or removed in completions.
+# `window.touched()` returns the count since its last call.
+COUNT = """
+() => {
+    let touched = 0;
+    const inside = (node) => 1 + (node.querySelectorAll?.("*").length ?? 0);
+    const size = (nodes) => [...nodes].reduce((sum, node) => sum + inside(node), 0);
+    const count = (records) => {
+        for (const record of records) {
+            touched += record.type === "childList" ? size(record.addedNodes) + size(record.removedNodes) : 1;
+        }
+    };
+    const observer = new MutationObserver(count);
+    observer.observe(document.querySelector("main"), { subtree: true, childList: true, characterData: true });
+    window.touched = () => {
+        count(observer.takeRecords());
+        const now = touched;
+        touched = 0;
+        return now;
+    };
+}
+"""
+
+# Remembers all nodes under these elements. `window.lost()` returns how many of them left the page or changed.
+REMEMBER = """
+(elements) => {
+    const all = elements.flatMap((element) => [element, ...element.querySelectorAll("*")]);
+    let n = 0;
+    const count = (records) => { n += records.length; };
+    const observer = new MutationObserver(count);
+    const what = { subtree: true, childList: true, characterData: true, attributes: true };
+    for (const element of elements) observer.observe(element, what);
+    window.lost = () => {
+        count(observer.takeRecords());
+        return n + all.filter((node) => !node.isConnected).length;
+    };
+    return all.length;
+}
 """
 
 
@@ -160,6 +201,11 @@ class Chat:
         row.hover()
         row.get_by_role("button", name=re.compile("^Actions for")).click()
         self.page.get_by_role("menuitem", name=action, exact=True).click()
+
+    def import_text(self, name: str, text: str) -> None:
+        """Import a file with this content into the list of chats."""
+        file = {"name": name, "mimeType": "text/plain", "buffer": text.encode()}
+        self.page.locator("input[type=file]").set_input_files(file)
 
     def with_fields(self, **fields: Any) -> None:
         """Add fields to every request to the server."""

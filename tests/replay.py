@@ -20,18 +20,31 @@ from llaisys.server.webui import static
 
 TOKENS_PER_S = 200
 PARAGRAPH = "The tide table of a harbour is made from a year of readings, and every harbour needs its own. "
-CODE = "```python\ndef tide(t, parts):\n    return sum(a * cos(w * t + p) for a, w, p in parts)\n```"
-TABLE = "| part | hours |\n|------|------:|\n| M2 | 12.42 |\n| S2 | 12.00 |\n| K1 | 23.93 |"
+CODE = "\n".join(
+    [
+        "```python",
+        "def tide(t, parts):",
+        '    """Return the height of the tide at a time."""',
+        *(f"    t += cos({i} * t)  # the part of row {i}" for i in range(20)),
+        "    return sum(a * cos(w * t + p) for a, w, p in parts)",
+        "```",
+    ]
+)
+TABLE = "| part | hours | speed |\n|------|------:|-------|\n" + "\n".join(
+    f"| M{i} | {12.42 / i:.2f} | \\(\\omega_{{{i}}}\\) |" for i in range(1, 25)
+)
+MATHS = "$$\nh(t) = \\sum_{i=1}^{n} a_i \\cos\\left( \\frac{2 \\pi t}{T_i} + \\varphi_i \\right)\n$$"
 ANSWER = "\n\n".join(
     part
-    for i in range(8)
+    for i in range(6)
     for part in (
         f"## Part {i + 1}",
         PARAGRAPH * 3,
         f"- **one**: {PARAGRAPH}\n- two",
         CODE,
         TABLE,
-        PARAGRAPH * 2,
+        f"With \\(x_{i} < 1\\): {PARAGRAPH}",
+        MATHS,
     )
 )
 

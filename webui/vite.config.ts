@@ -1,18 +1,31 @@
 import { svelte } from "@sveltejs/vite-plugin-svelte";
+import type { Plugin } from "vite";
 import { defineConfig } from "vitest/config";
+
+/** Every browser that runs the page reads WOFF2: KaTeX's two older formats of each font stay out of the package. */
+const woff2Only: Plugin = {
+  name: "woff2-only",
+  enforce: "pre",
+  transform(code, id) {
+    if (!/katex[^/]*\.css$/.test(id)) return null;
+    return code.replaceAll(/,\s*url\([^)]*\.(?:woff|ttf)\)\s*format\("[a-z]+"\)/g, "");
+  },
+};
 
 // The build goes into the package, so that the wheel holds it. Every asset lies in `assets/` under a name with its
 // content's hash: browsers may keep it for ever. Their URLs are relative, because a proxy may serve the page below a path.
-// Nothing is inlined as `data:`, which the policy would refuse.
+// Nothing is inlined as `data:`, which the policy would refuse. `licenses.md` has the licenses of the libraries and fonts in it.
 export default defineConfig({
-  plugins: [svelte()],
+  plugins: [woff2Only, svelte()],
   base: "./",
+  worker: { format: "es" },
   build: {
     outDir: "../python/llaisys/webui",
     emptyOutDir: true,
     target: "es2022",
     assetsInlineLimit: 0,
     modulePreload: { polyfill: false },
+    license: { fileName: "licenses.md" },
   },
   test: { include: ["tests/**/*.test.ts"] },
 });

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Route, expect
 
-from chatpage import Chat
+from chatpage import COMPLETIONS, Chat
 from serving import GOLDENS, Server, serving
 
 
@@ -80,6 +80,39 @@ def test_a_second_browser_shows_the_chats(keeping: Server, context: BrowserConte
     assert first.complaints == []
 
 
+def test_a_second_browser_shows_why_there_is_no_completion(
+    keeping: Server, context: BrowserContext, browser: Browser
+) -> None:
+    """A failed one shows its error, one that was stopped before its first token its end."""
+    first = Chat.open(context, keeping.url)
+    first.fail_with(500, "request_failed", "It broke.")
+    first.send("fails")
+    first.done()
+    first.button("New chat").first.click()
+    first.page.unroute(COMPLETIONS)
+    held: list[Route] = []
+    first.page.route(COMPLETIONS, lambda route: held.append(route))
+    first.send("stops")
+    expect(first.completion).to_contain_text("Waiting for the first word")
+    first.button("Stop").click()
+    first.done()
+    stored(keeping, 2)
+    other = browser.new_context()
+    second = Chat.open(other, keeping.url)
+    second.sessions.filter(has_text="fails").click()
+    expect(second.completion.get_by_role("alert")).to_contain_text("It broke.")
+    second.sessions.filter(has_text="stops").click()
+    expect(second.completion).to_contain_text("stopped by you")
+    second.complete_with("now")
+    second.completion.get_by_role("button", name="Try again").click()
+    expect(second.text).to_have_text("now")
+    second.done()
+    other.close()
+    for title in ("fails", "stops"):
+        first.menu(title, "Delete")
+    stored(keeping, 0)
+
+
 def test_concurrent_messages_of_two_browsers_are_merged(
     keeping: Server, context: BrowserContext, browser: Browser
 ) -> None:
@@ -110,6 +143,46 @@ def test_concurrent_messages_of_two_browsers_are_merged(
         expect(versions.last).to_contain_text("/2")
     other.close()
     first.menu("begin", "Delete")
+    stored(keeping, 0)
+
+
+def test_a_draft_outlives_its_chat(keeping: Server, context: BrowserContext, browser: Browser) -> None:
+    """What is being written in a chat that another browser deletes moves to a new chat."""
+    first = Chat.open(context, keeping.url)
+    first.complete_with("yes")
+    first.send("soon deleted")
+    first.done()
+    stored(keeping, 1)
+    other = browser.new_context()
+    second = Chat.open(other, keeping.url)
+    second.menu("soon deleted", "Delete")
+    stored(keeping, 0)
+    other.close()
+    first.user_messages.first.hover()
+    first.user_messages.first.get_by_role("button", name="Edit message").click()
+    first.page.get_by_role("textbox", name="Edit message").fill("an edit")
+    first.message.fill("half a thought")
+    synchronize(first)
+    expect(first.sessions).to_have_count(0)
+    expect(first.message).to_have_value("half a thought\n\nan edit")
+    expect(first.page.get_by_text("Its unsent text is in a new chat.")).to_be_visible()
+    assert first.page.url.endswith("#/")
+
+
+def test_a_link_opens_a_chat_that_only_the_server_has(
+    keeping: Server, context: BrowserContext, browser: Browser
+) -> None:
+    first = Chat.open(context, keeping.url)
+    first.complete_with("yes")
+    first.send("linked")
+    first.done()
+    stored(keeping, 1)
+    other = browser.new_context()
+    second = Chat.open(other, first.page.url)
+    expect(second.user_texts).to_have_text(["linked"])
+    assert second.page.url == first.page.url
+    other.close()
+    first.menu("linked", "Delete")
     stored(keeping, 0)
 
 

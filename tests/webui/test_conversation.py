@@ -176,7 +176,7 @@ def test_after_an_edit_the_cached_tokens_are_shown(chat: Chat) -> None:
     cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
     shown = f"{last['usage']['prompt_tokens']} prompt tokens, {cached} cached"
-    expect(chat.completion.locator(".usage span").nth(1)).to_have_text(shown)
+    expect(chat.completion.locator(".usage")).to_contain_text(shown)
 
 
 def test_regenerating_keeps_the_other_completion(chat: Chat) -> None:
@@ -210,6 +210,41 @@ def test_a_cut_completion_is_continued(chat: Chat, tiny: Server) -> None:
     rest = reference(tiny, "Hello", before, add_generation_prompt=False, **fields)
     assert stored(chat) == ["Hello", before + rest]
     expect(chat.completions).to_have_count(1)
+    expect(chat.completion.locator(".usage")).to_contain_text("16 tokens")
+
+
+def test_reasoning_that_was_cut_is_continued(chat: Chat) -> None:
+    """The model gets its reasoning, which it closes, or which the server separates."""
+    chat.complete_with({"reasoning_content": "let me"}, finish="length")
+    chat.send("q")
+    chat.done()
+    chat.complete_with(" see.</th", "ink>\n\nyes")
+    with chat.page.expect_request(COMPLETIONS) as request:
+        chat.completion.get_by_role("button", name="Continue").click()
+    sent = request.value.post_data_json
+    assert sent["continue_final_message"] is True
+    assert sent["messages"][-1] == {"role": "assistant", "content": "<think>\nlet me"}
+    expect(chat.text).to_have_text("yes")
+    chat.completion.get_by_text("Reasoning").click()
+    expect(chat.completion.locator("details .prose")).to_have_text("let me see.")
+    chat.complete_with({"reasoning_content": "hm"}, finish="length")
+    chat.completion.get_by_role("button", name="Regenerate").click()
+    chat.done()
+    chat.complete_with({"reasoning_content": " so"}, "no")
+    chat.completion.get_by_role("button", name="Continue").click()
+    expect(chat.text).to_have_text("no")
+    chat.completion.get_by_text("Reasoning").click()
+    expect(chat.completion.locator("details .prose")).to_have_text("hm so")
+
+
+def test_reasoning_that_was_stopped_can_be_continued(fed: Chat) -> None:
+    fed.send("q")
+    fed.page.wait_for_function("window.feed")
+    fed.page.evaluate("feed.reasoning('hm')")
+    expect(fed.completion.get_by_text("Thinking")).to_be_visible()
+    fed.button("Stop").click()
+    expect(fed.completion).to_contain_text("stopped by you")
+    expect(fed.completion.get_by_role("button", name="Continue")).to_be_enabled()
 
 
 def test_a_reload_keeps_the_partial_completion_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
@@ -267,6 +302,22 @@ def test_a_conversation_is_forked_from_a_message(chat: Chat) -> None:
     expect(chat.user_texts).to_have_text(["one", "three"])
     chat.sessions.filter(has_not_text="Fork").click()
     expect(chat.user_texts).to_have_text(["one", "two"])
+
+
+def test_a_fork_is_named_after_its_own_first_message(chat: Chat) -> None:
+    chat.complete_with("yes")
+    chat.send("one")
+    chat.done()
+    chat.user_messages.hover()
+    chat.user_messages.get_by_role("button", name="Edit message").click()
+    chat.page.get_by_role("textbox", name="Edit message").fill("two")
+    chat.page.keyboard.press("Control+Enter")
+    expect(chat.user_texts).to_have_text(["two"])
+    chat.done()
+    chat.user_messages.get_by_role("button", name="Previous version").click()
+    expect(chat.user_texts).to_have_text(["one"])
+    chat.completion.get_by_role("button", name="Fork from here").click()
+    expect(chat.page.get_by_role("heading", level=1)).to_have_text("Fork: one")
 
 
 def test_a_deleted_message_can_be_restored(chat: Chat) -> None:

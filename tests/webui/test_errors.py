@@ -197,6 +197,56 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp
         expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
 
 
+STORED_VALUES = """async () => {
+    const settled = (request) => new Promise((done) => {
+        request.onsuccess = ({ target }) => done(target.result);
+    });
+    const db = await settled(indexedDB.open("llaisys"));
+    const all = await settled(db.transaction("values").objectStore("values").getAll());
+    db.close();
+    return JSON.stringify(all);
+}"""
+
+
+def test_a_wrong_key_is_reported_and_a_right_one_can_be_remembered(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), key="secret-1") as server:
+        page = context.new_page()
+        chat = Chat(page, server.url)
+        page.goto(server.url)
+        field = page.get_by_label("API key")
+        remember = page.get_by_label("Remember the key in this browser")
+        rejected = page.get_by_role("alert").filter(has_text="The server does not accept this key.")
+        expect(field).to_be_visible()
+        expect(rejected).to_have_count(0)
+        expect(remember).not_to_be_checked()
+        field.fill("wrong")
+        field.press("Enter")
+        expect(rejected).to_be_visible()
+        expect(field).to_have_attribute("aria-invalid", "true")
+        expect(field).to_be_focused()
+        remember.check()
+        expect(page.get_by_text("Stored unencrypted in this browser")).to_be_visible()
+        field.fill("secret-1")
+        field.press("Enter")
+        chat.mounted()
+        expect(page.get_by_text("The server accepts this key.")).to_be_visible()
+        expect(chat.message).to_be_focused()
+        assert "secret-1" in page.evaluate(STORED_VALUES)
+        # A reload needs no key; unchecking the box forgets it at once.
+        chat.reload()
+        page.keyboard.press("Control+,")
+        page.get_by_role("tab", name="Page").click()
+        expect(remember).to_be_checked()
+        remember.uncheck()
+        page.keyboard.press("Escape")
+        chat.settle()
+        assert "secret-1" not in page.evaluate(STORED_VALUES)
+        page.reload()
+        expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
+
+
 def test_a_rejected_key_is_reported_at_the_message(chat: Chat) -> None:
     chat.fail_with(401, "invalid_api_key", "Incorrect or missing API key")
     chat.send("Hello")

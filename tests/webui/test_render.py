@@ -39,12 +39,42 @@ def test_code_is_highlighted_and_copied(chat: Chat) -> None:
     assert chat.complaints == []
 
 
-def test_formulas_are_mathml(chat: Chat) -> None:
+def test_formulas_are_typeset_and_have_mathml(chat: Chat) -> None:
     show(chat, "So \\(x^2\\) and\n\n$$\n\\frac{1}{2}\n$$\n\nbut $\\nonsense{$ stays")
     expect(chat.text.locator("math")).to_have_count(2)
     expect(chat.text.locator("math mfrac")).to_have_count(1)
     expect(chat.text.locator("math").first).to_have_text("x2")
-    expect(chat.text).to_contain_text("stays")
+    expect(chat.text.locator(".katex-html[aria-hidden=true]")).to_have_count(2)
+    expect(chat.text).to_contain_text("\\nonsense{")
+    assert chat.complaints == []
+
+
+def test_formulas_have_their_fonts(chat: Chat) -> None:
+    """Brackets are as high as what they enclose, columns are aligned, and the fonts come from the server."""
+    loaded: list[str] = []
+    chat.page.on("request", lambda request: loaded.append(request.url))
+    show(
+        chat,
+        "$$\n\\begin{aligned} a + b &= c \\\\ d &= e + f + g \\end{aligned}"
+        " \\quad \\left( \\frac{\\frac{1}{2}}{\\frac{3}{4}} \\right)\n$$",
+    )
+    expect(chat.text.locator(".katex")).to_have_count(1)
+    chat.page.evaluate("document.fonts.ready")
+    fonts = chat.page.evaluate(
+        "[...document.fonts].filter((f) => f.status === 'loaded').map((f) => f.family)"
+    )
+    assert {"KaTeX_Main", "KaTeX_Math"} <= set(fonts)
+    assert all(url.startswith(chat.url) for url in loaded if url.endswith(".woff2"))
+    heights = """(all) => all.map((element) => element.getBoundingClientRect().height)"""
+    bracket, fraction = (
+        chat.text.locator(name).first.evaluate_all(heights)[0] for name in (".delimsizing", ".mfrac")
+    )
+    assert bracket > 0.8 * fraction
+    relations = chat.text.locator(".mrel").evaluate_all(
+        "(all) => all.map((e) => e.getBoundingClientRect().x)"
+    )
+    assert len(relations) == 2
+    assert abs(relations[0] - relations[1]) < 1
     assert chat.complaints == []
 
 
@@ -82,6 +112,35 @@ def test_reasoning_in_progress_is_shown(fed: Chat) -> None:
     fed.end()
 
 
+def test_the_time_of_the_reasoning_is_shown(fed: Chat) -> None:
+    """Also after a reload. Without any reasoning there is none."""
+    fed.page.clock.install()
+    fed.send("q")
+    fed.feed("<think>hm")
+    fed.page.clock.fast_forward("50:00")
+    fed.feed(" so")
+    expect(fed.completion.locator("summary")).to_have_text(re.compile(r"Thinking\s+for 3\d\d\d s"))
+    fed.feed("</think>yes")
+    fed.page.clock.fast_forward("50:00")
+    fed.feed(" indeed")
+    fed.end()
+    for _ in range(2):
+        expect(fed.completion.locator("summary")).to_have_text(re.compile(r"Reasoning\s+for 3\d\d\d s"))
+        fed.reload()
+
+
+def test_task_lists_and_line_breaks(chat: Chat) -> None:
+    show(chat, "- [x] read **this**\n- [ ] and `that`\n- no task\n\n| a |\n|---|\n| one<br>two |\n")
+    boxes = chat.text.get_by_role("checkbox")
+    expect(boxes).to_have_count(2)
+    expect(chat.text.get_by_role("checkbox", name="read this")).to_be_checked()
+    expect(chat.text.get_by_role("checkbox", name="and that")).not_to_be_checked()
+    expect(boxes.first).to_be_disabled()
+    expect(chat.text.locator("td br")).to_have_count(1)
+    expect(chat.text.get_by_role("cell")).to_have_text("one two")
+    assert chat.complaints == []
+
+
 def test_tool_calls_are_shown(chat: Chat) -> None:
     first = {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
@@ -115,6 +174,7 @@ HOSTILE = {
     "base and form": '<base href="https://evil.example/"><form action="//evil.example"><input name=a></form>',
     "code language": "```\"onmouseover=\"document.title='ran'\n<script>document.title='ran'</script>\n```",
     "maths": "$\\href{javascript:document.title='ran'}{x}$ $\\includegraphics{https://evil.example/x}$",
+    "maths out of place": "$\\raisebox{900em}{x}\\kern-900em\\rule{900em}{900em}\\smash{\\rule{9em}{99em}}$",
     "maths with html": "$\\htmlStyle{background:url(//evil.example)}{x}$ \\(</annotation><img src=x>\\)",
     "mutation": '<math><mtext><table><mglyph><style><img src=x onerror="document.title=1">',
     "template": "{{constructor.constructor('document.title=1')()}} ${document.title=1}",
@@ -138,12 +198,18 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
     for link in chat.text.get_by_role("link").all():
         assert re.match("https?:|mailto:", link.get_attribute("href") or "")
         assert link.get_attribute("target") == "_blank"
-    bad = "script, iframe, object, embed, style, link, meta, base, form, svg, img, [style]"
+    bad = "script, iframe, object, embed, style, link, meta, base, form, img, [href]:not(a), [onload]"
     assert chat.text.locator(bad).count() == 0
+    # KaTeX draws with vectors and sets sizes, places and colors, which hold no address.
+    drawn = chat.text.locator("svg, [style]")
+    assert drawn.count() == chat.text.locator(".katex").locator("svg, [style]").count()
+    assert chat.text.locator("[style*='url'], .katex a, .katex [class*=maths]").count() == 0
     assert chat.page.title() == "q"
     # Chromium requests the icon of the page again when its address changes.
     # A page that was opened before it knew the model checks a second later whether the server stores chats.
-    own = tuple(f"{chat.url}/{path}" for path in ("v1/chat/completions", "v1/chats", "assets/icon-"))
+    # The timeline and the count of tokens may come late, too.
+    paths = ("v1/chat/completions", "v1/chats", "v1/requests", "tokenize", "assets/icon-", "assets/KaTeX_")
+    own = tuple(f"{chat.url}/{path}" for path in paths)
     assert [url for url in fetched if not url.startswith(own)] == []
     assert chat.complaints == []
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -163,10 +229,10 @@ def test_bidi_overrides_end_with_the_message(chat: Chat) -> None:
     """What follows the message keeps its place."""
     show(chat, "\u202e\u2067plain")
     spans = chat.completion.locator(".usage span")
-    expect(spans.first).to_have_text("tiny")
+    expect(spans.first).to_have_text("3 tokens")
     boxes = [span.bounding_box() for span in spans.all()]
     places = [box["x"] for box in boxes if box is not None]
-    assert len(places) >= 4
+    assert len(places) == 2
     assert places == sorted(places)
     expect(chat.text).to_have_css("unicode-bidi", "isolate")
 

@@ -45,11 +45,6 @@ def chats_file(n: int, n_messages: int) -> str:
     return json.dumps({"format": "llaisys-chats", "version": 1, "chats": chats})
 
 
-def import_text(chat: Chat, name: str, text: str) -> None:
-    file = {"name": name, "mimeType": "text/plain", "buffer": text.encode()}
-    chat.page.locator("input[type=file]").set_input_files(file)
-
-
 def test_chats_are_titled_by_their_first_message_and_renamed(chat: Chat) -> None:
     chat.complete_with("yes")
     chat.send("## What is *gravity*?\nIn one line.")
@@ -132,13 +127,13 @@ def test_json_carries_everything_to_another_browser(chat: Chat, tiny: Server, tm
     browser = chat.page.context.browser
     assert browser is not None
     second = Chat.open(browser.new_context(), tiny.url)
-    import_text(second, "chats.json", file.read_text("utf-8"))
+    second.import_text("chats.json", file.read_text("utf-8"))
     expect(second.sessions).to_have_text(["gamma", "beta", "alpha"])
     second.sessions.first.click()
     expect(second.text).to_have_text("other")
     second.completion.get_by_role("button", name="Previous version").click()
     expect(second.text).to_have_text("three")
-    import_text(second, "chats.json", file.read_text("utf-8"))
+    second.import_text("chats.json", file.read_text("utf-8"))
     expect(second.sessions).to_have_count(6)
     second.page.context.close()
 
@@ -155,19 +150,19 @@ def test_markdown_is_exported_and_imported(chat: Chat, tmp_path: Path) -> None:
     assert text.startswith("# a question\n")
     assert "**You**\n\na question\n" in text
     chat.menu("a question", "Delete")
-    import_text(chat, "chat.md", text)
+    chat.import_text("chat.md", text)
     expect(chat.user_texts).to_have_text(["a question"])
     expect(chat.text).to_have_text("Answer one")
 
 
 def test_an_invalid_file_is_rejected_by_name(chat: Chat) -> None:
-    import_text(chat, "holiday.json", "{")
+    chat.import_text("holiday.json", "{")
     expect(chat.page.get_by_text("holiday.json is not valid JSON.")).to_be_visible()
     expect(chat.sessions).to_have_count(0)
 
 
 def test_of_thousands_of_chats_only_visible_ones_are_mounted(chat: Chat) -> None:
-    import_text(chat, "many.json", chats_file(3000, 2))
+    chat.import_text("many.json", chats_file(3000, 2))
     expect(chat.page.get_by_text("3000 chat(s) imported.")).to_be_visible()
     expect(chat.sessions.first).to_have_text("chat 2999")
     assert chat.sessions.count() < 60
@@ -183,7 +178,7 @@ def test_of_thousands_of_chats_only_visible_ones_are_mounted(chat: Chat) -> None
 
 
 def test_of_a_long_chat_only_visible_messages_are_mounted(chat: Chat) -> None:
-    import_text(chat, "long.json", chats_file(1, 2000))
+    chat.import_text("long.json", chats_file(1, 2000))
     expect(chat.completion).to_contain_text("message 1999 of chat 0")
     mounted = chat.page.get_by_role("article")
     most = 0

@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import BrowserContext, Locator, expect
 
 from chatpage import COMPLETIONS, Chat
 from llaisys.errors import RejectedError
 from llaisys.sampling_params import SamplingParams
+from serving import Server
 
 
 def settings(chat: Chat) -> Locator:
@@ -26,6 +27,18 @@ def sent_body(chat: Chat, message: str) -> dict[str, Any]:
     chat.done()
     body: dict[str, Any] = request.value.post_data_json
     return body
+
+
+def param(dialog: Locator, name: str) -> Locator:
+    """Return the field of a sampling parameter."""
+    return dialog.locator(f'[name="{name}"]')
+
+
+def look(chat: Chat) -> Locator:
+    """Open the settings of the page itself."""
+    dialog = settings(chat)
+    dialog.get_by_role("tab", name="Page").click()
+    return dialog
 
 
 VALUES: dict[str, tuple[str, Any]] = {
@@ -51,10 +64,10 @@ def test_every_parameter_is_sent_and_served(chat: Chat) -> None:
     dialog = settings(chat)
     dialog.get_by_text("More parameters").click()
     for name, (typed, _) in VALUES.items():
-        field = dialog.get_by_label(name, exact=True)
+        field = param(dialog, name)
         field.fill(typed)
         field.blur()
-    dialog.get_by_label("ignore_eos", exact=True).select_option("true")
+    param(dialog, "ignore_eos").select_option("true")
     chat.page.keyboard.press("Escape")
     body = sent_body(chat, "Hello")
     for name, (_, value) in VALUES.items():
@@ -67,7 +80,7 @@ def test_every_parameter_is_sent_and_served(chat: Chat) -> None:
 
 def test_each_field_is_described_and_validated(chat: Chat) -> None:
     dialog = settings(chat)
-    field = dialog.get_by_label("temperature", exact=True)
+    field = param(dialog, "temperature")
     expect(field).to_have_accessible_description(re.compile("How freely words are drawn.*From 0 to 2"))
     field.fill("3")
     expect(field).to_have_attribute("aria-invalid", "true")
@@ -85,7 +98,7 @@ def test_each_field_is_described_and_validated(chat: Chat) -> None:
 )
 def test_the_bounds_are_those_of_the_server(chat: Chat, name: str) -> None:
     """SamplingParams accepts the bounds that the web UI shows, and rejects values beyond them."""
-    field = settings(chat).get_by_label(name, exact=True)
+    field = param(settings(chat), name)
     if not field.is_visible():
         chat.page.get_by_text("More parameters").click()
     low, high = _bounds(field)
@@ -124,9 +137,9 @@ def test_a_chat_may_have_its_own_settings(chat: Chat) -> None:
     sent_body(chat, "mine")
     dialog = settings(chat)
     dialog.get_by_role("button", name="This chat").click()
-    dialog.get_by_label("temperature", exact=True).fill("0.1")
+    param(dialog, "temperature").fill("0.1")
     dialog.get_by_role("button", name="All chats", exact=True).click()
-    dialog.get_by_label("temperature", exact=True).fill("0.9")
+    param(dialog, "temperature").fill("0.9")
     chat.page.keyboard.press("Escape")
     assert sent_body(chat, "again")["temperature"] == 0.1
     chat.button("New chat").first.click()
@@ -147,8 +160,8 @@ def test_presets_are_chosen_and_saved(chat: Chat) -> None:
     dialog = settings(chat)
     preset = dialog.get_by_role("combobox", name="Preset", exact=True)
     preset.select_option(label="Precise")
-    expect(dialog.get_by_label("temperature", exact=True)).to_have_value("0")
-    dialog.get_by_label("top_k", exact=True).fill("3")
+    expect(param(dialog, "temperature")).to_have_value("0")
+    param(dialog, "top_k").fill("3")
     expect(preset.locator("option:checked")).to_have_text("Your own values")
     dialog.get_by_label("Name of a new preset").fill("mine")
     dialog.get_by_role("button", name="Save as preset", exact=True).click()
@@ -180,7 +193,7 @@ def test_the_model_is_switched_for_one_chat(chat: Chat) -> None:
 
 
 def test_the_web_ui_is_available_in_chinese(chat: Chat) -> None:
-    dialog = settings(chat)
+    dialog = look(chat)
     dialog.get_by_label("Language").select_option("zh")
     expect(chat.page.get_by_role("dialog", name="设置")).to_be_visible()
     assert chat.page.evaluate("document.documentElement.lang") == "zh-CN"
@@ -208,7 +221,7 @@ def test_the_theme_follows_the_system_unless_one_is_chosen(chat: Chat, scheme: s
     body = chat.page.locator("body")
     chat.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     expect(body).to_have_css("background-color", grounds[scheme])
-    settings(chat).get_by_label("Theme").select_option(other)
+    look(chat).get_by_label("Theme").select_option(other)
     expect(body).to_have_css("background-color", grounds[other])
     chat.settle()
     chat.page.reload()
@@ -216,7 +229,7 @@ def test_the_theme_follows_the_system_unless_one_is_chosen(chat: Chat, scheme: s
 
 
 def test_the_font_size_is_kept(chat: Chat) -> None:
-    settings(chat).get_by_label("Font size").select_option("20")
+    look(chat).get_by_label("Font size").select_option("20")
     expect(chat.page.locator("html")).to_have_css("font-size", "20px")
     chat.settle()
     chat.page.reload()
@@ -241,7 +254,7 @@ def test_the_status_panel_shows_the_metrics_of_the_server(chat: Chat) -> None:
 
 
 def test_settings_are_stored_as_plain_values(chat: Chat) -> None:
-    settings(chat).get_by_label("temperature", exact=True).fill("0.3")
+    param(settings(chat), "temperature").fill("0.3")
     kept = chat.page.evaluate(
         """() => new Promise((done) => {
             indexedDB.open("llaisys").onsuccess = ({ target }) => {
@@ -254,3 +267,20 @@ def test_settings_are_stored_as_plain_values(chat: Chat) -> None:
         })"""
     )
     assert json.loads(kept)["chat"]["params"] == {"temperature": 0.3}
+
+
+def test_the_defaults_are_those_of_the_model(smollm2: Server, context: BrowserContext) -> None:
+    """Sliders and placeholders show what the server samples with if a request sets nothing."""
+    chat = Chat.open(context, smollm2.url)
+    dialog = settings(chat)
+    defaults = {"temperature": "0.2", "top_p": "0.9", "min_p": "0"}
+    labels = ("Temperature", "Top-p", "Min-p")
+    for label, (name, default) in zip(labels, defaults.items(), strict=True):
+        expect(dialog.get_by_label(f"{label}, slider", exact=True)).to_have_value(default)
+        expect(dialog.get_by_label(label, exact=True)).to_have_attribute("name", name)
+        expect(param(dialog, name)).to_have_attribute("placeholder", f"default: {default}")
+    field = param(dialog, "temperature")
+    field.fill("0.7")
+    expect(dialog.get_by_label("Temperature, slider", exact=True)).to_have_value("0.7")
+    dialog.get_by_role("button", name="Use default").click()
+    expect(dialog.get_by_label("Temperature, slider", exact=True)).to_have_value("0.2")

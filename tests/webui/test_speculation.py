@@ -25,6 +25,10 @@ def test_accepted_drafts_are_shown(context: BrowserContext, tmp_path_factory: py
         assert accepted > 0
         shown = f"{accepted:.0f} of {drafted:.0f} drafts accepted"
         expect(chat.completion.locator(".usage")).to_contain_text(shown)
+        chat.completion.locator(".time summary").click()
+        expect(chat.completion.locator(".time")).to_contain_text(
+            f"{accepted:.0f} of {drafted:.0f} draft tokens were accepted"
+        )
         chat.reload()
         expect(chat.completion.locator(".usage")).to_contain_text(re.compile("drafts accepted"))
         assert chat.complaints == []

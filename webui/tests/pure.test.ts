@@ -1,14 +1,14 @@
 import { describe, expect, it } from "vitest";
-import { figures } from "../src/lib/figures";
+import { continuedTiming, continuedUsage, figures } from "../src/lib/figures";
 import { listRows } from "../src/lib/groups";
 import { LANGUAGES, translate } from "../src/lib/i18n";
 import { plotPoints, ratesOf, sampleOf } from "../src/lib/metrics";
 import { listText, PARAMS, parseList, parseNumber, type NumberParam } from "../src/lib/params";
-import { splitReasoning } from "../src/lib/reasoning";
-import { actionOf } from "../src/lib/shortcuts";
+import { continueReasoning, splitReasoning } from "../src/lib/reasoning";
+import { actionOf, SHORTCUTS } from "../src/lib/shortcuts";
 import { cleanTitle, titleOf } from "../src/lib/title";
 import { newSession } from "../src/lib/transfer";
-import { offsetOf, visibleRange } from "../src/lib/window";
+import { offsetOf, rowAt, visibleRange } from "../src/lib/window";
 import { randomOf } from "./random";
 
 describe("reasoning", () => {
@@ -28,6 +28,12 @@ describe("reasoning", () => {
     expect(splitReasoning("", "hm")).toEqual({ reasoning: "hm", answer: "", thinking: true });
     expect(splitReasoning("yes", "hm")).toEqual({ reasoning: "hm", answer: "yes", thinking: false });
   });
+
+  it("goes on until its tag closes, which may come in pieces", () => {
+    const [open, half] = [continueReasoning("let", " me"), continueReasoning("let me</thi", "nk>\n\nyes")];
+    expect(open).toEqual({ reasoning: "let me", answer: "", thinking: true });
+    expect(half).toEqual({ reasoning: "let me", answer: "yes", thinking: false });
+  });
 });
 
 describe("the rows of a long list", () => {
@@ -45,6 +51,11 @@ describe("the rows of a long list", () => {
       expect(inside).toBeLessThanOrEqual(400 + 2 * 90);
       expect(range.before).toBe(offsetOf(range.start, (n) => heights[n]!));
     }
+    const height = (n: number) => 10 * (n + 1); // tops: 0, 10, 30
+    expect(rowAt(3, height, 0)).toEqual({ index: 0, offsetPx: 0 });
+    expect(rowAt(3, height, 29)).toEqual({ index: 1, offsetPx: 19 });
+    expect(rowAt(3, height, 30)).toEqual({ index: 2, offsetPx: 0 });
+    expect(rowAt(3, height, 99)).toEqual({ index: 2, offsetPx: 69 });
     expect(visibleRange(0, () => 1, { top: 0, height: 9, overscan: 9 })).toEqual({
       start: 0,
       end: 0,
@@ -189,6 +200,38 @@ describe("figures of an answer", () => {
   });
 });
 
+describe("figures of a continued answer", () => {
+  it("count all its pieces", () => {
+    const before = {
+      promptTokens: 10,
+      cachedTokens: 4,
+      completionTokens: 8,
+      draftTokens: 6,
+      acceptedTokens: 2,
+    };
+    const piece = {
+      promptTokens: 18,
+      cachedTokens: 16,
+      completionTokens: 5,
+      draftTokens: 3,
+      acceptedTokens: 3,
+    };
+    expect(continuedUsage(before, piece)).toEqual({
+      promptTokens: 10, cachedTokens: 4, completionTokens: 13, draftTokens: 9, acceptedTokens: 5,
+    }); // prettier-ignore
+    expect(continuedUsage(undefined, piece)).toBe(piece);
+  });
+
+  it("leave out the wait before a later piece", () => {
+    const piece = { firstTokenMs: 200, totalMs: 1200 };
+    const before = { firstTokenMs: 100, totalMs: 600, reasoningMs: 300 };
+    expect(continuedTiming(before, { ...piece, reasoningMs: 50 })).toEqual({
+      firstTokenMs: 100, totalMs: 1600, reasoningMs: 350,
+    }); // prettier-ignore
+    expect(continuedTiming(undefined, piece)).toBe(piece);
+  });
+});
+
 describe("shortcuts", () => {
   const press = (key: string, fields = {}) =>
     actionOf({ key, ctrlKey: false, metaKey: false, shiftKey: false, altKey: false, ...fields });
@@ -200,5 +243,32 @@ describe("shortcuts", () => {
     expect(press("Escape")).toBe("stop");
     expect(press("k")).toBeNull();
     expect(press("k", { ctrlKey: true, altKey: true })).toBeNull();
+    expect(press("Enter")).toBeNull();
+    for (const { keys, action } of SHORTCUTS.filter(({ keys }) => keys[0] === "Ctrl")) {
+      const fields = { ctrlKey: true, shiftKey: keys.includes("Shift") };
+      expect(press(keys.at(-1)!, fields)).toBe(action ?? null);
+    }
+  });
+});
+
+describe("the list of shortcuts", () => {
+  const KEYS: Record<string, string> = { "↑": "ArrowUp", "↓": "ArrowDown", Esc: "Escape" };
+  it("that work everywhere are those of the list, each with its own keys", () => {
+    const listed = SHORTCUTS.filter(({ action }) => action !== undefined);
+    for (const { keys, action } of listed) {
+      const key = keys.at(-1)!;
+      const pressed = {
+        key: KEYS[key] ?? key.toLowerCase().replace("enter", "Enter"),
+        ctrlKey: keys.includes("Ctrl"),
+        shiftKey: keys.includes("Shift"),
+        altKey: keys.includes("Alt"),
+        metaKey: false,
+      };
+      expect(actionOf(pressed)).toBe(action);
+    }
+    expect(new Set(listed.map(({ action }) => action)).size).toBe(listed.length);
+    const enter = { key: "Enter", ctrlKey: false, shiftKey: false, altKey: false, metaKey: false };
+    expect(actionOf(enter)).toBeNull();
+    expect(actionOf({ ...enter, key: "ArrowUp" })).toBeNull();
   });
 });

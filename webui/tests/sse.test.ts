@@ -1,4 +1,4 @@
-import { describe, expect, it } from "vitest";
+import { describe, expect, it, vi } from "vitest";
 import { events, SseParser } from "../src/lib/sse";
 import { cut, randomOf } from "./random";
 
@@ -24,6 +24,22 @@ describe("server-sent events", () => {
     const out: string[] = [];
     for await (const data of events(body)) out.push(data);
     expect(out).toEqual(DATA);
+  });
+
+  it("leave time for others while the stream always has more", async () => {
+    vi.useFakeTimers({ toFake: ["performance"] });
+    const body = new ReadableStream<Uint8Array>({
+      pull: (control) => control.enqueue(new TextEncoder().encode("data: x\n\n")),
+    });
+    const pause = vi.fn(() => Promise.resolve());
+    let n = 0;
+    for await (const data of events(body, pause)) {
+      expect(data).toBe("x");
+      vi.advanceTimersByTime(1);
+      if (++n === 33) break;
+    }
+    expect(pause).toHaveBeenCalledTimes(4);
+    vi.useRealTimers();
   });
 
   it("let go of the body when the reader stops", async () => {

@@ -26,8 +26,17 @@ const messages: Message[] = [
     createdMs: 3,
     end: "length",
     usage: { promptTokens: 3, cachedTokens: 1, completionTokens: 2, draftTokens: 4, acceptedTokens: 1 },
-    timing: { firstTokenMs: 5, totalMs: 9 },
+    timing: { firstTokenMs: 5, totalMs: 9, reasoningMs: 2 },
     toolCalls: [{ id: "t", name: "f", arguments: "{}" }],
+  },
+  {
+    id: "d",
+    parent: "a",
+    role: "assistant",
+    content: "",
+    createdMs: 4,
+    end: "error",
+    failure: { status: 429, code: "server_overloaded", message: "later", retryAtMs: NOW },
   },
 ];
 const session = newSession(NOW, {
@@ -41,7 +50,7 @@ const session = newSession(NOW, {
 
 describe("JSON", () => {
   it("brings back everything but the ids", () => {
-    const [read] = fromJson(toJson([{ session, messages }]), NOW);
+    const [read] = fromJson(toJson([{ session, messages }]), NOW).wholes;
     const { id, chosen, contextFrom, ...rest } = read!.session;
     expect(id).not.toBe(session.id);
     expect(rest).toEqual({ ...session, id: undefined, chosen: undefined, contextFrom: undefined });
@@ -89,7 +98,11 @@ describe("JSON", () => {
       },
       "text",
     ];
-    const read = fromJson(JSON.stringify({ format: "llaisys-chats", version: 1, chats }), NOW);
+    const { wholes: read, skipped } = fromJson(
+      JSON.stringify({ format: "llaisys-chats", version: 1, chats }),
+      NOW,
+    );
+    expect(skipped).toBe(1);
     expect(read).toHaveLength(1);
     expect(read[0]!.messages.map(({ content }) => content)).toEqual(["kept"]);
     expect(read[0]!.messages[0]).not.toHaveProperty("usage");

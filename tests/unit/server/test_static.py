@@ -24,6 +24,7 @@ def built(tmp_path: Path) -> Path:
     (tmp_path / "index.html").write_text('<script type="module" src="./assets/app-1.js"></script>', "utf-8")
     (tmp_path / "assets" / "app-1.js").write_text(SCRIPT, "utf-8")
     (tmp_path / "assets" / "icon-2.svg").write_text("<svg/>", "utf-8")
+    (tmp_path / "assets" / "Font-3.woff2").write_bytes(b"wOF2" + bytes(2000))
     return tmp_path
 
 
@@ -52,7 +53,8 @@ def test_the_content_security_policy_allows_own_files_only() -> None:
     """Only files of the server may run or load, and only two trusted-types policies may create HTML."""
     assert CONTENT_SECURITY_POLICY == (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; "
         "trusted-types svelte-trusted-html dompurify"
     )
 
@@ -66,6 +68,9 @@ async def test_every_built_file_is_served(of_built: httpx.AsyncClient) -> None:
     assert script.headers["cache-control"] == "public, max-age=31536000, immutable"
     icon = await of_built.get("/assets/icon-2.svg")
     assert icon.headers["content-type"].startswith("image/svg+xml")
+    font = await of_built.get("/assets/Font-3.woff2")
+    assert font.headers["content-type"] == "font/woff2"
+    assert "content-encoding" not in font.headers  # the format is compressed
 
 
 async def test_files_are_compressed_if_the_client_accepts_it(of_built: httpx.AsyncClient) -> None:

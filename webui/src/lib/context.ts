@@ -1,5 +1,6 @@
 // What of a conversation is sent, and what to leave out when it does not fit the model's context.
 
+import { sentText } from "./attachments";
 import type { ChatSettings, Message, Role, ToolCall } from "./types";
 
 export interface WireMessage {
@@ -26,7 +27,7 @@ export function wireMessages(settings: ChatSettings, messages: readonly Message[
   for (const message of messages) {
     const last = out.at(-1);
     if (message.role === "assistant" && !message.content && !message.toolCalls?.length) continue;
-    if (message.role === "user" && last?.role === "user") last.content += `\n\n${message.content}`;
+    if (message.role === "user" && last?.role === "user") last.content += `\n\n${sentText(message)}`;
     else out.push(wire(message));
   }
   return out;
@@ -35,7 +36,7 @@ export function wireMessages(settings: ChatSettings, messages: readonly Message[
 function wire(message: Message): WireMessage {
   return {
     role: message.role,
-    content: message.content,
+    content: sentText(message),
     ...(message.reasoning ? { reasoning_content: message.reasoning } : {}),
     ...(message.toolCalls?.length ? { tool_calls: message.toolCalls.map(wireCall) } : {}),
     ...(message.toolCallId ? { tool_call_id: message.toolCallId } : {}),
@@ -79,7 +80,7 @@ export function dropOldest(
   limit: number,
 ): string | null {
   const messages = sent(path, from);
-  const size = (message: Message) => message.content.length + (message.reasoning?.length ?? 0) + 16;
+  const size = (message: Message) => sentText(message).length + (message.reasoning?.length ?? 0) + 16;
   const total = messages.reduce((sum, message) => sum + size(message), 0);
   let left = total;
   let best: string | null = null;

@@ -111,6 +111,10 @@ export class Db {
     await this.#db.put("values", value, key);
   }
 
+  async deleteValue(key: string): Promise<void> {
+    await this.#db.delete("values", key);
+  }
+
   close(): void {
     this.#db.close();
   }

@@ -1,5 +1,5 @@
 // Maths in Markdown: `$x$`, `\(x\)` inline; `$$x$$`, `\[x\]` displayed, also over several lines. The rules only find
-// the source; `enhance.ts` turns it into MathML once KaTeX is loaded.
+// the source; `draw.ts` has it typeset once KaTeX is loaded.
 
 import type { MarkdownIt, StateBlock, StateInline } from "markdown-it";
 
@@ -54,7 +54,7 @@ export function mathRules(md: MarkdownIt): void {
   md.block.ruler.before("fence", "maths", block, { alt: ["paragraph", "blockquote", "list"] });
   md.renderer.rules.maths_inline = (tokens, i) => `<span class="maths">${escape(tokens[i]!.content)}</span>`;
   md.renderer.rules.maths_display = (tokens, i) =>
-    `<span class="maths display">${escape(tokens[i]!.content)}</span>`;
+    `<span class="maths display" tabindex="0">${escape(tokens[i]!.content)}</span>`;
   md.renderer.rules.maths_block = (tokens, i) =>
-    `<p><span class="maths display">${escape(tokens[i]!.content)}</span></p>`;
+    `<p><span class="maths display" tabindex="0">${escape(tokens[i]!.content)}</span></p>`;
 }

@@ -7,6 +7,9 @@ export interface Sample {
   /** Share of the KV cells in use, 0 to 1. */
   kvUsage: number;
   kvCells: number;
+  /** Of the KV cells: those of running requests and sessions, and those that only the prefix cache holds. */
+  usedCells: number;
+  cachedCells: number;
   promptTokens: number;
   generationTokens: number;
   firstTokenSumS: number;
@@ -35,6 +38,13 @@ export function parseMetrics(text: string): Map<string, number> {
   return sums;
 }
 
+function cells(text: string, state: string): number {
+  const found = text.matchAll(
+    new RegExp(`^llaisys:kv_cells\\{[^}]*state="${state}"[^}]*\\}\\s+(\\S+)`, "gm"),
+  );
+  return [...found].reduce((sum, [, value]) => sum + Number(value), 0);
+}
+
 export function sampleOf(text: string, atMs: number): Sample {
   const sums = parseMetrics(text);
   const get = (name: string) => sums.get(name) ?? 0;
@@ -44,6 +54,8 @@ export function sampleOf(text: string, atMs: number): Sample {
     waiting: get("vllm:num_requests_waiting"),
     kvUsage: get("vllm:kv_cache_usage_perc"),
     kvCells: get("llaisys:kv_cells"),
+    usedCells: cells(text, "used"),
+    cachedCells: cells(text, "cached"),
     promptTokens: get("vllm:prompt_tokens_total"),
     generationTokens: get("vllm:generation_tokens_total"),
     firstTokenSumS: get("vllm:time_to_first_token_seconds_sum"),

@@ -12,7 +12,7 @@ export interface NumberParam extends Base {
   min: number;
   max: number;
   step: number;
-  /** What the server uses when neither the request nor the model says anything; null: no fixed value. */
+  /** What the server uses when neither the request nor the model (`Model.defaults`) sets it; null: no fixed value. */
   fallback: number | null;
   /** A slider makes sense for it. */
   slider: boolean;

@@ -33,6 +33,18 @@ export function splitReasoning(content: string, reasoning = ""): Parts {
   return { reasoning, answer: content, thinking: reasoning !== "" && content === "" };
 }
 
+/** A reasoning that was cut and goes on with this piece, which may hold its end. */
+export function continueReasoning(reasoning: string, piece: string): Parts {
+  const text = reasoning + piece;
+  const end = text.indexOf(CLOSE, Math.max(0, reasoning.length - CLOSE.length));
+  if (end < 0) return { reasoning: text, answer: "", thinking: true };
+  const answer = text.slice(end + CLOSE.length).trimStart();
+  return { reasoning: text.slice(0, end).trimEnd(), answer, thinking: false };
+}
+
+/** The beginning of an answer for a model that continues this reasoning. */
+export const unclosed = (reasoning: string) => `${OPEN}\n${reasoning}`;
+
 function joined(a: string, b: string): string {
   return a && b ? `${a}\n\n${b}` : a || b;
 }

@@ -1,9 +1,16 @@
 // Export and import. JSON holds whole sessions with all branches; Markdown holds the chosen path of one.
 
+import { attachmentsOf, sentText } from "./attachments";
 import { newId } from "./id";
+import { fromChatGpt, isChatGpt } from "./imports/chatgpt";
+import { isObject, text, type Json } from "./imports/foreign";
+import { fromLlamaCpp, isLlamaCpp } from "./imports/llamacpp";
+import { fromOpenWebUi, isOpenWebUi } from "./imports/openwebui";
+import { readTimeUse } from "./timeline";
 import { cleanTitle, titleOf } from "./title";
 import { fromMessages } from "./tree";
-import type { ChatSettings, End, Message, Params, Role, Session, ToolCall } from "./types";
+import { EFFORTS, type ChatSettings, type Effort, type End, type Failure, type Message } from "./types";
+import type { Params, Role, Session, ToolCall } from "./types";
 
 const FORMAT = "llaisys-chats";
 const VERSION = 1;
@@ -16,7 +23,13 @@ export interface Whole {
 /** A file that cannot be read; the message is a key of the page's texts. */
 export class ImportError extends Error {
   constructor(
-    readonly key: "import_not_json" | "import_not_chats" | "import_newer" | "import_empty",
+    readonly key:
+      | "import_not_json"
+      | "import_not_chats"
+      | "import_newer"
+      | "import_empty"
+      | "import_zip"
+      | "import_too_many",
     readonly detail = "",
   ) {
     super(`${key} ${detail}`);
@@ -61,31 +74,66 @@ export function fromDocument(id: string, document: unknown): Whole | null {
   return { messages: read.messages, session: { ...read.session, id, changedMs } };
 }
 
-/** The sessions of an export, with new ids, so that importing twice never overwrites. Throws ImportError. */
-export function fromJson(text: string, nowMs: number): Whole[] {
+/** What a file holds: its sessions, and how many entries of it are none that can be read. */
+export interface Imported {
+  wholes: Whole[];
+  skipped: number;
+}
+
+/**
+ * The sessions of an export, of this page or of another program, with new ids, so that importing twice never overwrites.
+ * Throws ImportError.
+ */
+export function fromJson(text: string, nowMs: number): Imported {
   let root: unknown;
   try {
     root = JSON.parse(text);
   } catch {
-    throw new ImportError("import_not_json");
+    throw new ImportError(text.startsWith("PK") ? "import_zip" : "import_not_json");
   }
-  if (!isObject(root) || root.format !== FORMAT || !Array.isArray(root.chats)) {
-    throw new ImportError("import_not_chats");
-  }
+  if (!isObject(root) || root.format !== FORMAT || !Array.isArray(root.chats)) return fromOthers(root, nowMs);
   if (typeof root.version !== "number" || root.version > VERSION) {
     throw new ImportError("import_newer", String(root.version));
   }
-  const chats = root.chats.filter(isObject).map((chat) => wholeOf(chat, nowMs));
+  const chats = root.chats.filter(isObject);
   if (chats.length === 0) throw new ImportError("import_empty");
-  return chats;
+  checkNumber(chats.length);
+  return {
+    wholes: chats.map((chat) => wholeOf(chat, nowMs)),
+    skipped: root.chats.length - chats.length,
+  };
 }
 
-type Json = Record<string, unknown>;
+const CHATS_MAX = 50_000;
 
-function isObject(value: unknown): value is Json {
-  return typeof value === "object" && value !== null && !Array.isArray(value);
+function checkNumber(n: number): void {
+  if (n > CHATS_MAX) throw new ImportError("import_too_many", String(CHATS_MAX));
 }
-const text = (value: unknown) => (typeof value === "string" ? value : "");
+
+const OTHERS: readonly [is: (value: Json) => boolean, read: (value: Json) => Json | null][] = [
+  [isChatGpt, fromChatGpt],
+  [isOpenWebUi, fromOpenWebUi],
+  [isLlamaCpp, fromLlamaCpp],
+];
+
+/** The chats of another program's export: a list of them, or one. */
+function fromOthers(root: unknown, nowMs: number): Imported {
+  const all: unknown[] = Array.isArray(root) ? root : [root];
+  checkNumber(all.length);
+  const wholes: Whole[] = [];
+  let isKnown = false;
+  for (const value of all) {
+    const read = isObject(value) ? OTHERS.find(([is]) => is(value))?.[1] : undefined;
+    isKnown ||= read !== undefined;
+    const chat = read?.(value as Json) ?? null;
+    const whole = chat && wholeOf(chat, nowMs);
+    if (whole && whole.messages.length > 0) wholes.push(whole);
+  }
+  if (!isKnown) throw new ImportError("import_not_chats");
+  if (wholes.length === 0) throw new ImportError("import_empty");
+  return { wholes, skipped: all.length - wholes.length };
+}
+
 const time = (value: unknown, otherwise: number) =>
   typeof value === "number" && Number.isFinite(value) && value > 0 ? value : otherwise;
 
@@ -134,19 +182,35 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   };
   if (text(value.reasoning)) message.reasoning = text(value.reasoning);
   if (text(value.model)) message.model = text(value.model);
+  Object.assign(message, effortOf(value.effort));
   if (text(value.toolCallId)) message.toolCallId = text(value.toolCallId);
+  const attachments = attachmentsOf(value.attachments);
+  if (attachments.length > 0) message.attachments = attachments;
   if (ENDS.includes(text(value.end))) message.end = value.end as End;
   if (Array.isArray(value.toolCalls)) message.toolCalls = value.toolCalls.filter(isObject).map(toolCallOf);
   const usage = numbersOf(value.usage, ["promptTokens", "cachedTokens", "completionTokens"] as const);
   if (usage)
     message.usage = { ...usage, ...numbersOf(value.usage, ["draftTokens", "acceptedTokens"] as const) };
   const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
-  if (timing) message.timing = timing;
+  if (timing) message.timing = { ...timing, ...numbersOf(value.timing, ["reasoningMs"] as const) };
+  const timeUse = readTimeUse(value.timeUse);
+  if (timeUse) message.timeUse = timeUse;
+  if (isObject(value.failure)) message.failure = failureOf(value.failure);
   return message;
 }
 
 function toolCallOf(value: Json): ToolCall {
   return { id: text(value.id), name: text(value.name), arguments: text(value.arguments) };
+}
+
+function failureOf(value: Json): Failure {
+  const { status, retryAtMs } = value;
+  return {
+    status: typeof status === "number" && Number.isInteger(status) ? status : 0,
+    code: text(value.code) || "error",
+    message: text(value.message),
+    retryAtMs: typeof retryAtMs === "number" && Number.isFinite(retryAtMs) ? retryAtMs : null,
+  };
 }
 
 function numbersOf<K extends string>(value: unknown, names: readonly K[]): Record<K, number> | null {
@@ -157,7 +221,19 @@ function numbersOf<K extends string>(value: unknown, names: readonly K[]): Recor
 function settingsOf(value: unknown): ChatSettings | null {
   if (!isObject(value)) return null;
   const params = isObject(value.params) ? (value.params as Params) : {};
-  return { model: text(value.model), system: text(value.system), params };
+  return {
+    model: text(value.model),
+    system: text(value.system),
+    params,
+    ...effortOf(value.effort),
+    ...(text(value.schema) ? { schema: text(value.schema) } : {}),
+    ...(text(value.tools) ? { tools: text(value.tools) } : {}),
+  };
+}
+
+function effortOf(value: unknown): { effort?: Effort } {
+  const effort = EFFORTS.find((known) => known === value);
+  return effort ? { effort } : {};
 }
 
 // --- Markdown: a heading, then each message under a comment that says whose it is ---
@@ -168,9 +244,10 @@ const NAMES: Record<Role, string> = { system: "System", user: "You", assistant: 
 
 /** A conversation as a readable file, which `fromMarkdown` reads back. */
 export function toMarkdown(title: string, path: readonly Message[]): string {
-  const parts = path.map(({ role, content, reasoning }) => {
+  const parts = path.map((message) => {
+    const { role, reasoning } = message;
     const thought = reasoning ? `<think>\n${reasoning}\n</think>\n` : "";
-    const body = (thought + content).replace(ANY_MARK, "\\$1$2");
+    const body = (thought + sentText(message)).replace(ANY_MARK, "\\$1$2");
     return `<!-- llaisys: ${role} -->\n**${NAMES[role]}**\n\n${body}\n`;
   });
   return [`# ${title}\n`, ...parts].join("\n");
@@ -212,8 +289,9 @@ export function fromMarkdown(file: string, nowMs: number): Whole {
 }
 
 /** The file's sessions, whichever of the two forms it has. Throws ImportError. */
-export function fromFile(name: string, content: string, nowMs: number): Whole[] {
-  return /\.(md|markdown)$/i.test(name) ? [fromMarkdown(content, nowMs)] : fromJson(content, nowMs);
+export function fromFile(name: string, content: string, nowMs: number): Imported {
+  if (!/\.(md|markdown)$/i.test(name)) return fromJson(content, nowMs);
+  return { wholes: [fromMarkdown(content, nowMs)], skipped: 0 };
 }
 
 /** A name for a file: letters and digits of the title, the form's ending. */

@@ -23,7 +23,9 @@ export function fromMessages(messages: readonly Message[], chosen: Readonly<Reco
   const byParent = new Map<string, Message[]>();
   for (const message of messages) {
     const key = message.parent ?? "";
-    byParent.set(key, [...(byParent.get(key) ?? []), message]);
+    const siblings = byParent.get(key);
+    if (siblings) siblings.push(message);
+    else byParent.set(key, [message]);
   }
   const kept = new Map<string, Message>();
   const children = new Map<string, string[]>();

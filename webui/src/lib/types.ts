@@ -1,5 +1,7 @@
 // The values that the page keeps. What is stored and exported has exactly these shapes.
 
+import type { TimeUse } from "./timeline";
+
 export type Role = "system" | "user" | "assistant" | "tool";
 
 /** Why an answer ended. `running`: it has not; one found in the store was cut off by a reload. */
@@ -18,8 +20,10 @@ export interface Usage {
 export interface Timing {
   /** From the request to the first piece of text, in milliseconds. */
   firstTokenMs: number;
-  /** From the request to the end, in milliseconds. */
+  /** From the request to the end, in milliseconds. Of a continued answer: without the waits before later pieces. */
   totalMs: number;
+  /** From the first token of the reasoning to its end, in milliseconds. */
+  reasoningMs?: number;
 }
 
 export interface ToolCall {
@@ -38,6 +42,18 @@ export interface Failure {
   retryAtMs: number | null;
 }
 
+/** `paste`: a text that was pasted, too long for the message field. */
+export type AttachmentKind = "text" | "pdf" | "paste";
+
+/** A file that goes with a message, as its text. */
+export interface Attachment {
+  name: string;
+  kind: AttachmentKind;
+  text: string;
+  /** Tokens of the block that is sent; absent: the server has not counted them. */
+  tokens?: number;
+}
+
 export interface Message {
   id: string;
   /** The message that this one follows; null for the first of a conversation. */
@@ -49,21 +65,36 @@ export interface Message {
   toolCalls?: ToolCall[];
   /** Of a tool's answer: the call that it answers. */
   toolCallId?: string;
+  /** Of the user: the files that are sent before the text. */
+  attachments?: Attachment[];
   model?: string;
+  /** The effort that was asked for. */
+  effort?: Effort;
   end?: End;
   usage?: Usage;
   timing?: Timing;
+  timeUse?: TimeUse;
   failure?: Failure;
 }
 
 /** Sampling parameters by their names on the wire; what is absent is the server's default. */
 export type Params = Record<string, number | boolean | string[] | number[] | Record<string, number>>;
 
+export const EFFORTS = ["none", "low", "medium", "high"] as const;
+/** How much a model reasons before it answers. */
+export type Effort = (typeof EFFORTS)[number];
+
 /** What a conversation is asked with. `model` "" is the server's first. */
 export interface ChatSettings {
   model: string;
   system: string;
   params: Params;
+  /** Absent: as the model's template has it. */
+  effort?: Effort;
+  /** The JSON Schema of the answer, as it was typed; absent: free text. */
+  schema?: string;
+  /** A JSON list of the tools that the model may call, as it was typed; absent: none. */
+  tools?: string;
 }
 
 export interface Session {

@@ -35,6 +35,24 @@ export function visibleRange(
   return range;
 }
 
+/** A place in a list: so many pixels below the top of a row. */
+export interface Place {
+  key: string;
+  offsetPx: number;
+}
+
+/** The row at a height, and how far below the row's top that is, in pixels; the last row if the list ends above. */
+export function rowAt(
+  n: number,
+  heightOf: (index: number) => number,
+  at: number,
+): { index: number; offsetPx: number } {
+  let top = 0;
+  let index = 0;
+  while (index < n - 1 && top + heightOf(index) <= at) top += heightOf(index++);
+  return { index, offsetPx: at - top };
+}
+
 /** The top of a row, in pixels. */
 export function offsetOf(index: number, heightOf: (index: number) => number): number {
   let top = 0;

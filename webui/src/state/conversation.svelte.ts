@@ -1,15 +1,22 @@
 // One open conversation: its tree, its answer in the making, and everything that a reader can do to it.
 
 import { contextNumbers, dropOldest, sent, wireMessages } from "../lib/context";
+import { figures } from "../lib/figures";
 import { newId } from "../lib/id";
-import { splitReasoning } from "../lib/reasoning";
+import { chatFields } from "../lib/request";
+import { splitReasoning, unclosed } from "../lib/reasoning";
 import { titleOf } from "../lib/title";
+import { textBefore, type Unit } from "../lib/tokens";
 import * as trees from "../lib/tree";
-import type { ChatSettings, Message, Session } from "../lib/types";
-import { Generation } from "./generation";
+import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
+import { Generation, isCutInReasoning, type Sink } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
+import { queues } from "./queues.svelte";
+import { noteRequest } from "./requests";
 import { server } from "./server.svelte";
+import { titleByModel } from "./titles";
+import { tokenView } from "./tokens.svelte";
 import { t, ui } from "./ui.svelte";
 
 export class Conversation {
@@ -42,20 +49,45 @@ export class Conversation {
   }
 
   /** A new question at the end of the path. */
-  send(text: string): void {
-    const question = this.#add({ role: "user", content: text, parent: this.path.at(-1)?.id ?? null });
-    if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text) });
-    }
+  send(text: string, attachments: readonly Attachment[] = []): void {
+    const parent = this.path.at(-1)?.id ?? null;
+    const files = attachments.length > 0 ? { attachments: [...attachments] } : {};
+    const question = this.#add({ role: "user", content: text, parent, ...files });
+    this.#titleBy(question);
     this.#answer(question.id);
   }
 
-  /** Asks again: the same answer if nothing came, else a further branch beside it. */
-  regenerate(answer: Message): void {
+  /** Puts a question and its answer, which were made elsewhere, on the path. */
+  adopt(question: Message, answer: Message): void {
+    const { messages } = this.tree;
+    const isKnown = question.parent === null || messages.has(question.parent);
+    this.#add({ ...question, parent: isKnown ? question.parent : (this.path.at(-1)?.id ?? null) });
+    this.#titleBy(question);
+    this.#add({ ...answer, parent: question.id });
+  }
+
+  /** The first question names the chat, unless the user has. */
+  #titleBy({ content, attachments, parent }: Message): void {
+    if (!this.session || this.session.renamed || parent !== null) return;
+    this.library.change(this.id, { title: titleOf(content || (attachments?.[0]?.name ?? "")) });
+  }
+
+  /**
+   * Asks again: the same answer if nothing came, else a further branch next to it. `other`: settings of this request that
+   * are not the chat's.
+   */
+  regenerate(answer: Message, other: Partial<ChatSettings> = {}): void {
     if (!answer.content && !answer.reasoning && !answer.toolCalls) {
-      this.#generate(answer, { failure: undefined, createdMs: Date.now() });
+      const empty = {
+        failure: undefined,
+        usage: undefined,
+        timing: undefined,
+        timeUse: undefined,
+        createdMs: Date.now(),
+      };
+      this.#generate({ ...answer, ...empty }, empty, other);
     } else {
-      this.#answer(answer.parent);
+      this.#answer(answer.parent, other);
     }
   }
 
@@ -65,10 +97,14 @@ export class Conversation {
 
   /** A question's other wording is a branch beside it, with an answer of its own. */
   editQuestion(question: Message, text: string): void {
-    const edited = this.#add({ role: "user", content: text, parent: question.parent });
-    if (this.session && !this.session.renamed && question.parent === null) {
-      this.library.change(this.id, { title: titleOf(text) });
-    }
+    const { parent, attachments } = question;
+    const edited = this.#add({
+      role: "user",
+      content: text,
+      parent,
+      ...(attachments ? { attachments } : {}),
+    });
+    this.#titleBy(edited);
     this.#answer(edited.id);
   }
 
@@ -80,6 +116,31 @@ export class Conversation {
   /** Goes on where an answer was cut. */
   continueAnswer(answer: Message): void {
     this.#generate(answer, { failure: undefined });
+  }
+
+  /** The results of an answer's tool calls, one for each; the model goes on with them. */
+  answerTools(answer: Message, results: readonly string[]): void {
+    let parent = answer.id;
+    answer.toolCalls?.forEach(({ id: toolCallId }, i) => {
+      parent = this.#add({ role: "tool", content: results[i] ?? "", toolCallId, parent }).id;
+    });
+    this.#answer(parent);
+  }
+
+  /** A version of an answer that begins with these tokens and is continued by the model. */
+  branchAt(answer: Message, units: readonly Unit[]): void {
+    const { parent, reasoning } = answer;
+    const content = textBefore(units, units.length);
+    const made = this.#add({ role: "assistant", content, reasoning, parent, end: "running" });
+    tokenView.keep(made.id, units);
+    this.#generate(made, {});
+  }
+
+  /** Asks for the tokens of an answer that was generated without the token view. */
+  computeTokens(answer: Message): void {
+    const { model, messages } = this.#request(answer, this.settings, answer.model);
+    const body = { model, messages, add_generation_prompt: false, continue_final_message: true };
+    void tokenView.compute(answer, body);
   }
 
   stop(): void {
@@ -122,6 +183,13 @@ export class Conversation {
     else this.continueAnswer(answer);
   }
 
+  /** Leaves the oldest turns out of what is sent next, which has this many tokens. */
+  makeRoom(tokens: number, limit: number): void {
+    const from = dropOldest(this.path, this.session?.contextFrom ?? null, tokens, limit);
+    if (from === null) ui.toast(t("nothing_to_drop"));
+    else this.library.change(this.id, { contextFrom: from });
+  }
+
   /** The context's size and what an answer asked for, if that is why it failed or was cut; else null. */
   contextOf(answer: Message): { limit: number; wanted: number } | null {
     if (answer.failure) {
@@ -143,29 +211,45 @@ export class Conversation {
     return message;
   }
 
-  #answer(question: string | null): void {
-    this.#generate(this.#add({ role: "assistant", content: "", parent: question, end: "running" }), {});
+  #answer(question: string | null, other: Partial<ChatSettings> = {}): void {
+    this.#generate(
+      this.#add({ role: "assistant", content: "", parent: question, end: "running" }),
+      {},
+      other,
+    );
   }
 
   /** Streams into a message; text that it has already is continued. */
-  #generate(message: Message, fields: Partial<Message>): void {
+  #generate(message: Message, fields: Partial<Message>, other: Partial<ChatSettings> = {}): void {
     this.stop();
-    const model = server.model(this.settings.model)?.id;
-    this.tree = trees.update(this.tree, message.id, { ...fields, model, end: "running" });
+    const chat = { ...this.settings, ...other };
+    const model = server.model(chat.model)?.id;
+    this.tree = trees.update(this.tree, message.id, {
+      ...fields,
+      model,
+      effort: chat.effort,
+      end: "running",
+    });
     const generation = new Generation(message);
     this.running = generation;
     this.library.keep(this);
-    const sink = {
-      draw: (changed: Partial<Message>) => {
+    const recorder = tokenView.recorder(this.id, message);
+    const sink: Sink = {
+      seen: (piece) => {
+        if (piece.kind === "id") noteRequest(piece.id, this.id);
+        recorder?.seen(piece);
+      },
+      draw: (changed) => {
+        recorder?.draw(changed.end !== "running");
         this.tree = trees.update(this.tree, message.id, changed);
       },
-      save: () => {
+      save: (changed: Partial<Message>) => {
         const now = this.tree.messages.get(message.id);
-        if (now && this.session) void this.library.db?.putMessages(this.id, [now]);
+        if (now && this.session) void this.library.db?.putMessages(this.id, [{ ...now, ...changed }]);
       },
       failed: server.noticed.bind(server),
     };
-    const body = this.#request(message, model);
+    const body = this.#request(message, chat, model);
     void generation.run(body, server.key, sink).finally(() => {
       if (this.running !== generation) return;
       this.running = null;
@@ -173,14 +257,19 @@ export class Conversation {
     });
   }
 
-  #request(answer: Message, model: string | undefined): Record<string, unknown> {
+  #request(answer: Message, chat: ChatSettings, model: string | undefined): Record<string, unknown> {
     const before = answer.parent === null ? [] : trees.pathTo(this.tree, answer.parent);
-    const isContinued = answer.content !== "";
-    const all = isContinued ? [...before, answer] : before;
+    const isInReasoning = isCutInReasoning(answer);
+    const isContinued = answer.content !== "" || isInReasoning;
+    const soFar = isInReasoning
+      ? { ...answer, content: unclosed(answer.reasoning ?? ""), reasoning: undefined }
+      : answer;
+    const all = isContinued ? [...before, soFar] : before;
     return {
-      ...this.settings.params,
+      ...chatFields(chat),
       ...(model ? { model } : {}),
-      messages: wireMessages(this.settings, sent(all, this.session?.contextFrom ?? null)),
+      messages: wireMessages(chat, sent(all, this.session?.contextFrom ?? null)),
+      ...tokenView.fields(this.id),
       ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
     };
   }
@@ -189,8 +278,12 @@ export class Conversation {
     const message = this.tree.messages.get(id);
     this.library.ended(this);
     if (!message) return;
+    const { tokensPerS } = figures(message);
+    if (message.model && tokensPerS !== null) server.setSpeed(message.model, tokensPerS);
     const answer = splitReasoning(message.content, message.reasoning).answer;
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);
+    void titleByModel(this, message);
+    queues.answered(this, message);
   }
 }

@@ -6,6 +6,9 @@ import type { Session } from "../lib/types";
 import { library } from "./library.svelte";
 import { t, ui } from "./ui.svelte";
 
+/** A browser can parse this much at once. */
+const BYTES_MAX = 256 * 2 ** 20;
+
 export async function exportJson(sessions: readonly Session[]): Promise<void> {
   const wholes: Whole[] = [];
   for (const session of sessions) wholes.push(await library.whole(session));
@@ -21,9 +24,16 @@ export async function exportMarkdown(session: Session): Promise<void> {
 
 export async function importFiles(files: readonly File[]): Promise<void> {
   const read: Whole[] = [];
+  let nSkipped = 0;
   for (const file of files) {
+    if (file.size > BYTES_MAX) {
+      ui.toast(t("file_too_large", { name: file.name, mib: BYTES_MAX / 2 ** 20 }));
+      continue;
+    }
     try {
-      read.push(...fromFile(file.name, await file.text(), Date.now()));
+      const { wholes, skipped } = fromFile(file.name, await file.text(), Date.now());
+      for (const whole of wholes) read.push(whole);
+      nSkipped += skipped;
     } catch (error) {
       if (!(error instanceof ImportError)) throw error;
       ui.toast(t(error.key, { name: file.name, detail: error.detail }));
@@ -31,7 +41,7 @@ export async function importFiles(files: readonly File[]): Promise<void> {
   }
   if (read.length === 0) return;
   await library.add(read);
-  ui.toast(t("imported", { n: read.length }));
+  ui.toast(t(nSkipped > 0 ? "imported_some" : "imported", { n: read.length, skipped: nSkipped }));
   if (read.length === 1) await library.show(read[0]!.session.id);
 }
 

@@ -1,17 +1,23 @@
-// One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
+// One answer being made: reads the stream, tells the conversation once a frame at most, the store twice a second and when the page goes.
 
-import { ApiError, fetchDrafts, streamChat, type ToolPiece } from "../lib/api";
-import type { End, Failure, Message, ToolCall, Usage } from "../lib/types";
+import { ApiError, fetchTimeline, streamChat, type Piece, type ToolPiece } from "../lib/api";
+import { continuedTiming, continuedUsage } from "../lib/figures";
+import { continueReasoning, splitReasoning } from "../lib/reasoning";
+import { continuedTimeUse, timeUse, type TimeUse } from "../lib/timeline";
+import type { End, Failure, Message, Timing, ToolCall, Usage } from "../lib/types";
 import { batched } from "./frames";
+import { chatOfRequest } from "./requests";
 
 const SAVE_MS = 400;
 const LEAVE_MS = 100;
 
 export interface Sink {
-  /** The fields that changed; called once a frame. */
+  /** Each piece of the stream, before it is drawn. */
+  seen(piece: Piece): void;
+  /** The fields that changed; called once a frame at most. */
   draw(fields: Partial<Message>): void;
-  /** Time to write what has been drawn; at the first piece, twice a second at most, when the page goes, at the end. */
-  save(): void;
+  /** Time to write the fields; at the first piece, twice a second at most, when the page goes, at the end. */
+  save(fields: Partial<Message>): void;
   failed(error: ApiError): void;
 }
 
@@ -21,21 +27,28 @@ export class Generation {
   #content: string;
   #reasoning: string;
   #tools: ToolCall[];
+  /** The answer was cut inside its reasoning, and the model has not closed it yet. */
+  #isInReasoning: boolean;
+  readonly #hadAnswer: boolean;
   #usage: Usage | undefined;
+  #timeUse: TimeUse | undefined;
   #id = "";
   #firstMs: number | null = null;
+  #reasonedMs: number | null = null;
   #endMs: number | null = null;
   #end: End = "running";
   #failure: Failure | undefined;
 
-  /** `so far`: the answer that is continued; its text comes before what the stream brings. */
+  /** `soFar`: the answer that is continued; its text comes before what the stream brings. */
   constructor(
-    soFar: Message,
+    private readonly soFar: Message,
     readonly messageId = soFar.id,
   ) {
     this.#content = soFar.content;
     this.#reasoning = soFar.reasoning ?? "";
     this.#tools = soFar.toolCalls ?? [];
+    this.#isInReasoning = isCutInReasoning(soFar);
+    this.#hadAnswer = splitReasoning(soFar.content, soFar.reasoning).answer !== "";
   }
 
   /** The server stops working on it; what came stays. */
@@ -46,19 +59,18 @@ export class Generation {
   /** Runs to the end, however it ends. */
   async run(body: Record<string, unknown>, key: string, sink: Sink): Promise<void> {
     const frames = batched(() => sink.draw(this.#fields()));
-    const save = () => {
-      frames.now();
-      sink.save();
-    };
+    const save = () => sink.save(this.#fields());
     let savedMs = -Infinity; // the first piece is written at once: a reload right after it finds it
     addEventListener("pagehide", save);
     try {
       for await (const piece of streamChat(body, key, this.#control.signal)) {
+        sink.seen(piece);
         switch (piece.kind) {
           case "text":
-            this.#content += piece.text;
+            this.#append(piece.text);
             break;
           case "reasoning":
+            this.#isInReasoning = false; // the server separates it
             this.#reasoning += piece.text;
             break;
           case "tool":
@@ -69,6 +81,8 @@ export class Generation {
             break;
           case "id":
             this.#id = piece.id;
+            continue;
+          case "tokens":
             continue;
           case "finish":
             this.#end = endOf(piece.reason);
@@ -81,9 +95,10 @@ export class Generation {
         }
       }
       this.#endMs = performance.now();
-      if (this.#usage && this.#id) this.#usage = { ...this.#usage, ...(await fetchDrafts(this.#id, key)) };
+      await this.#readTimeline(key);
       if (this.#end === "running") this.#end = "stop";
     } catch (error) {
+      this.#endMs = performance.now();
       if (!this.#control.signal.aborted) {
         // A page that is going sees its connections end first. It keeps what came, as cut, and is gone before it
         // could call that a failure.
@@ -96,29 +111,66 @@ export class Generation {
         this.#failure = error.failure(Date.now());
         sink.failed(error);
       }
+      await this.#readTimeline(key);
     } finally {
       removeEventListener("pagehide", save);
       if (this.#end === "running") this.#end = "error";
+      frames.now();
       save();
     }
   }
 
-  #fields(): Partial<Message> {
+  #append(text: string): void {
+    if (!this.#isInReasoning) {
+      this.#content += text;
+      return;
+    }
+    const parts = continueReasoning(this.#reasoning, text);
+    this.#reasoning = parts.reasoning;
+    this.#content = parts.answer;
+    this.#isInReasoning = parts.thinking;
+  }
+
+  async #readTimeline(key: string): Promise<void> {
+    const timeline = this.#id === "" ? null : await fetchTimeline(this.#id, key);
+    if (timeline === null) return;
+    const { draftTokens, acceptedTokens } = timeline;
+    if (this.#usage && draftTokens > 0) this.#usage = { ...this.#usage, draftTokens, acceptedTokens };
+    this.#timeUse = timeUse(timeline, chatOfRequest);
+  }
+
+  /** Null before the first token. */
+  #timing(): Timing | null {
+    if (this.#firstMs === null) return null;
     const nowMs = this.#endMs ?? performance.now();
-    const timing =
-      this.#firstMs === null
-        ? undefined
-        : { firstTokenMs: this.#firstMs - this.#startMs, totalMs: nowMs - this.#startMs };
+    const parts = splitReasoning(this.#content, this.#reasoning);
+    if (parts.answer !== "") this.#reasonedMs ??= nowMs;
+    const reasoningMs = (this.#reasonedMs ?? nowMs) - this.#firstMs;
+    return {
+      firstTokenMs: this.#firstMs - this.#startMs,
+      totalMs: nowMs - this.#startMs,
+      ...(parts.reasoning !== "" && !this.#hadAnswer ? { reasoningMs } : {}),
+    };
+  }
+
+  #fields(): Partial<Message> {
+    const timing = this.#timing();
     return {
       content: this.#content,
       reasoning: this.#reasoning || undefined,
       toolCalls: this.#tools.length > 0 ? this.#tools : undefined,
-      usage: this.#usage,
-      timing,
+      usage: this.#usage ? continuedUsage(this.soFar.usage, this.#usage) : this.soFar.usage,
+      timing: timing ? continuedTiming(this.soFar.timing, timing) : this.soFar.timing,
+      timeUse: this.#timeUse ? continuedTimeUse(this.soFar.timeUse, this.#timeUse) : this.soFar.timeUse,
       end: this.#end,
       failure: this.#failure,
     };
   }
+}
+
+/** Whether an answer holds nothing but reasoning that the server separated from its text. */
+export function isCutInReasoning(answer: Message): boolean {
+  return answer.content === "" && Boolean(answer.reasoning) && !answer.toolCalls?.length;
 }
 
 function endOf(reason: string): End {

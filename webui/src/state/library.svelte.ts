@@ -1,12 +1,14 @@
 // All sessions: the list, which is always in memory, and the conversations that are open or being answered.
 
+import { addressOf, replaceAddress, visit } from "../lib/address";
 import { newId } from "../lib/id";
 import { Db } from "../lib/db";
 import { matches, snippet, words, type Snippet } from "../lib/search";
-import { cleanTitle } from "../lib/title";
+import { cleanTitle, titleOf } from "../lib/title";
 import { newSession, type Whole } from "../lib/transfer";
 import * as trees from "../lib/tree";
-import type { ChatSettings, Message, Session } from "../lib/types";
+import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
+import type { Place } from "../lib/window";
 import { Conversation } from "./conversation.svelte";
 import { t, ui } from "./ui.svelte";
 
@@ -36,6 +38,14 @@ export class Library {
   onDelete: (id: string) => void = () => {};
   /** The message to bring into view after opening. */
   target = $state<string | null>(null);
+  /** Where each chat was left; absent: at its end. */
+  readonly places = new Map<string, Place>();
+  /** Saves what stands in the composer. */
+  saveDraft: () => void = () => {};
+  /** A chat that an address names and this browser does not have: the server may. */
+  #awaited: string | null = null;
+  #isAllKnown = false;
+  #nShown = 0;
 
   async load(db: Db | null): Promise<void> {
     this.db = db;
@@ -47,15 +57,34 @@ export class Library {
     return this.sessions.get(id);
   }
 
-  /** Shows a session; null is the place for a new one. */
+  /** Shows a session; null is the place for a new one. The newest call counts. */
   async show(id: string | null, target: string | null = null): Promise<void> {
+    const n = ++this.#nShown;
     const conversation = id === null ? null : await this.#opened(id);
+    if (n !== this.#nShown) return;
     this.current = conversation;
     this.target = target;
     const kept = [...this.open.values()].filter((other) => other === conversation || other.running);
     this.open = new Map(kept.map((other) => [other.id, other]));
     if (conversation) this.unread = new Set([...this.unread].filter((other) => other !== conversation.id));
-    history.replaceState(null, "", conversation ? `#/chat/${conversation.id}` : "#/");
+    this.#awaited = conversation ? null : id;
+    visit(addressOf(id));
+    if (this.#isAllKnown) this.allKnown();
+  }
+
+  /** Every chat of the server is here, or the server keeps none: an awaited chat does not exist. */
+  allKnown(): void {
+    this.#isAllKnown = true;
+    if (this.#awaited === null) return;
+    this.#awaited = null;
+    replaceAddress(addressOf(null));
+    ui.toast(t("chat_missing"));
+  }
+
+  /** Shows the place for a new chat after the current one is gone, whose address leads nowhere. */
+  #leave(): Promise<void> {
+    replaceAddress(addressOf(null));
+    return this.show(null);
   }
 
   async #opened(id: string): Promise<Conversation | null> {
@@ -69,17 +98,35 @@ export class Library {
   }
 
   /** A question that begins a session, or goes on with the current one. */
-  send(text: string): void {
-    if (this.current === null) {
-      const session = newSession(Date.now(), { settings: this.newSettings });
-      this.#put(session);
-      const made = new Conversation(this, session.id, [], {});
-      this.keep(made);
-      this.current = made;
-      this.newSettings = null;
-      history.replaceState(null, "", `#/chat/${session.id}`);
+  send(text: string, attachments: readonly Attachment[] = []): void {
+    (this.current ?? this.#begin()).send(text, attachments);
+  }
+
+  #begin(): Conversation {
+    const session = newSession(Date.now(), { settings: this.newSettings });
+    this.#put(session);
+    const made = new Conversation(this, session.id, [], {});
+    this.keep(made);
+    this.current = made;
+    this.newSettings = null;
+    this.#awaited = null;
+    replaceAddress(addressOf(session.id));
+    return made;
+  }
+
+  /** Adds a question and its answer, asked with these settings, to a chat, or to a new one (null), and shows it. */
+  async adopt(
+    chat: Conversation | null,
+    asked: ChatSettings,
+    question: Message,
+    answer: Message,
+  ): Promise<void> {
+    await this.show(chat?.id ?? null);
+    const conversation = this.current ?? this.#begin();
+    if (JSON.stringify(asked) !== JSON.stringify(conversation.settings)) {
+      this.change(conversation.id, { settings: asked });
     }
-    this.current.send(text);
+    conversation.adopt(question, answer);
   }
 
   change(id: string, fields: Partial<Session>): void {
@@ -103,7 +150,7 @@ export class Library {
     if (!session) return;
     const whole = await this.whole(session);
     this.open.get(id)?.stop();
-    if (this.current?.id === id) await this.show(null);
+    if (this.current?.id === id) await this.#leave();
     const rest = new Map(this.sessions);
     rest.delete(id);
     this.sessions = rest;
@@ -116,7 +163,10 @@ export class Library {
 
   /** A session of its own with the messages from the first to this one. */
   async fork(from: Conversation, message: Message): Promise<void> {
-    const title = cleanTitle(t("fork_of", { title: from.session?.title ?? "" }));
+    const path = trees.pathTo(from.tree, message.id);
+    // A title that follows the first message may be that of another branch.
+    const ofPath = from.session?.renamed ? "" : titleOf(path[0]?.content ?? "");
+    const title = cleanTitle(t("fork_of", { title: ofPath || (from.session?.title ?? "") }));
     const session = newSession(Date.now(), {
       title,
       renamed: true,
@@ -124,7 +174,7 @@ export class Library {
       settings: from.session?.settings ?? null,
     });
     const ids = new Map([["", null as string | null]]);
-    const messages = trees.pathTo(from.tree, message.id).map((old) => {
+    const messages = path.map((old) => {
       const id = newId();
       ids.set(old.id, id);
       return { ...old, id, parent: ids.get(old.parent ?? "") ?? null };
@@ -158,12 +208,19 @@ export class Library {
     this.open.get(session.id)?.replace(messages, session.chosen);
     await this.db?.deleteMessages(gone.map(({ id }) => id));
     await this.db?.putAll([{ session, messages }]);
+    if (session.id === this.#awaited) await this.show(session.id);
   }
 
-  /** Deleted elsewhere. */
+  /** Deleted elsewhere. What was being written in it moves to the place for a new chat. */
   async drop(id: string): Promise<void> {
+    this.saveDraft();
+    const written = [this.get(id)?.draft, this.open.get(id)?.edit?.text].filter((text) => text?.trim());
     this.sessions = new Map([...this.sessions].filter(([other]) => other !== id));
-    if (this.current?.id === id) await this.show(null);
+    if (written.length > 0) {
+      this.setDraft(null, [this.newDraft, ...written].filter(Boolean).join("\n\n"));
+      ui.toast(t("draft_moved"));
+    }
+    if (this.current?.id === id) await this.#leave();
     await this.db?.deleteSession(id);
   }
 

@@ -16,6 +16,8 @@ interface Kept {
   presets: Preset[];
   sidebar: boolean;
   closedGroups: string[];
+  /** The model names chats after their first answer. */
+  modelTitles: boolean;
 }
 
 const KEY = "settings";
@@ -35,6 +37,7 @@ export class Settings {
     presets: [],
     sidebar: true,
     closedGroups: [],
+    modelTitles: false,
   });
 
   async load(db: Db | null): Promise<void> {

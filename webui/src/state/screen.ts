@@ -2,3 +2,8 @@
 export function isNarrow(): boolean {
   return matchMedia("(max-width: 56rem)").matches;
 }
+
+/** The main pointer is a finger: there is an on-screen keyboard. */
+export function isTouch(): boolean {
+  return matchMedia("(pointer: coarse)").matches;
+}

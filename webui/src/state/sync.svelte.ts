@@ -64,7 +64,9 @@ export class Sync {
     this.#isBusy = true;
     let waitMs = POLL_MS;
     try {
-      if (!(await this.#pull())) {
+      const keepsChats = await this.#pull();
+      this.library.allKnown();
+      if (!keepsChats) {
         this.library.onChange = this.library.onDelete = () => {};
         return;
       }

@@ -3,7 +3,7 @@
 import { translate, type Key, type Vars } from "../lib/i18n";
 import { settings } from "./look.svelte";
 
-export type Dialog = "settings" | "search" | "help" | null;
+export type Dialog = "settings" | "search" | "help" | "compare" | "map" | null;
 
 export interface Toast {
   id: number;
@@ -19,6 +19,8 @@ class Ui {
   drawer = $state(false);
   /** The figures of the server, beside the conversation. */
   panel = $state(false);
+  /** The search in the shown chat is open. */
+  isFinding = $state(false);
   toasts = $state.raw<readonly Toast[]>([]);
   /** For screen readers: the last event worth saying. */
   announcement = $state("");

@@ -1,0 +1,74 @@
+"""The scheduler in the status panel: lanes of requests, KV cells, and charts with their scales."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+
+from playwright.sync_api import expect
+
+from axe import violations
+from chatpage import Chat
+from serving import Server
+
+ENDLESS = {
+    "prompt": "x",
+    "stream": True,
+    "max_tokens": 100_000,
+    "ignore_eos": True,
+    "request_id": "elsewhere",
+}
+
+
+def test_each_request_has_a_lane(chat: Chat, tiny: Server) -> None:
+    """The lane of the shown chat is highlighted; one of another chat leads there."""
+    panel = chat.page.get_by_role("complementary", name="Server status")
+    lanes = panel.get_by_role("region", name="Scheduler").get_by_role("listitem")
+    with ExitStack() as running:
+        running.enter_context(tiny.http.stream("POST", "/v1/completions", json=ENDLESS))
+        for message in ("first lane", "second lane"):
+            chat.page.keyboard.press("Control+Shift+O")
+            chat.send(message)
+            expect(chat.text).to_be_visible()
+        chat.button("Server status").click()
+        own = lanes.filter(has_text="second lane")
+        other = lanes.filter(has_text="first lane")
+        for lane in (own, other, lanes.filter(has_text="cmpl-elsewhere")):
+            expect(lane).to_contain_text("Generating")
+        expect(own).to_have_class(re.compile(r"\bown\b"))
+        expect(other).not_to_have_class(re.compile(r"\bown\b"))
+        expect(own.locator(".lane")).to_have_css("background-image", re.compile("gradient"))
+        box = own.locator(".lane").bounding_box()
+        assert box is not None
+        chat.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 3)
+        expect(own).to_contain_text(re.compile(r"Generating.*: [\d.]+ s"))
+        assert violations(chat.page) == []
+        other.get_by_role("button").click()
+        expect(chat.user_texts).to_have_text(["first lane"])
+        expect(other).to_have_class(re.compile(r"\bown\b"))
+        for _ in range(2):
+            chat.page.keyboard.press("Escape")
+            chat.done()
+            chat.sessions.filter(has_text="second lane").click()
+            expect(chat.user_texts).to_have_text(["second lane"])
+    assert chat.complaints == []
+
+
+def test_the_panel_shows_cached_cells_and_charts_with_scales(chat: Chat) -> None:
+    chat.with_fields(max_tokens=32)
+    chat.send("one")
+    chat.done()
+    chat.button("Server status").click()
+    panel = chat.page.get_by_role("complementary", name="Server status")
+    expect(panel.get_by_role("listitem").filter(has_text=re.compile("^[1-9][0-9,]* cached$"))).to_be_visible()
+    chart = panel.get_by_role("figure").filter(has_text="Tokens generated a second")
+    expect(chart.locator(".scale")).to_have_text(re.compile(r"^[\d,.]+ tok/s$"))
+    expect(chart).to_contain_text("60 s ago")
+    expect(chart.locator("polyline")).to_be_attached()
+    box = chart.locator("svg").bounding_box()
+    assert box is not None
+    chat.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 10)
+    expect(chart).to_contain_text(re.compile(r"tok/s, \d s ago"))
+    chat.page.mouse.move(0, 0)
+    expect(chart.locator("b")).to_have_text(re.compile("tok/s$"))
+    assert chat.complaints == []
