@@ -67,6 +67,17 @@ it("adds the events after the last one that the answer has", async () => {
   expect(last.usage).toEqual({ promptTokens: 7, cachedTokens: 5, completionTokens: 3 });
 });
 
+it("stores the text of whole events only, with the number of the last one", async () => {
+  const { saved } = await resumed(answer({ content: "one ", run: RUN }), [
+    delta(4, "two "),
+    delta(5, "3"),
+    END,
+  ]);
+  const pairs = saved.filter(({ run }) => run).map(({ content, run }) => [content, run!.after]);
+  expect(pairs).toContainEqual(["one two ", 4]);
+  expect(pairs).not.toContainEqual(["one two ", 3]);
+});
+
 it("adds to the figures that a continued answer had before", async () => {
   const before = {
     usage: { promptTokens: 5, cachedTokens: 0, completionTokens: 2 },

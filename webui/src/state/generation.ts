@@ -129,7 +129,9 @@ export class Generation {
         sink.seen(piece);
         if (!this.#take(piece)) continue;
         frames.ask();
-        if (now() - savedMs > SAVE_MS) {
+        // The text and the number of its last event are stored together.
+        const isWhole = this.#response === null || piece.kind === "at";
+        if (isWhole && now() - savedMs > SAVE_MS) {
           savedMs = now();
           save();
         }
