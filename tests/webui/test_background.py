@@ -211,7 +211,7 @@ def test_a_completion_goes_on_after_a_reload(chat: Chat, storing: Server) -> Non
 
 
 def test_a_reload_before_the_first_token(chat: Chat, storing: Server) -> None:
-    """Two other requests fill the batch until the page was reloaded."""
+    """Two other requests fill the batch until the page was reloaded. A message that waits is sent then."""
     chat.with_fields(RESPONSES, **ENDLESS, max_output_tokens=4)
     endless = {"prompt": "x", "stream": True, "max_tokens": 100_000, "ignore_eos": True}
     with ExitStack() as running:
@@ -219,10 +219,13 @@ def test_a_reload_before_the_first_token(chat: Chat, storing: Server) -> None:
             running.enter_context(storing.http.stream("POST", "/v1/completions", json=endless))
         chat.send("Hello")
         storing.until("vllm:num_requests_waiting", 1)
+        chat.send("More")
+        expect(chat.page.get_by_text("Sent after the answer: 1")).to_be_visible()
         chat.reload()
         expect(chat.completion).to_contain_text("Waiting for the first word")
+    expect(chat.user_texts).to_have_text(["Hello", "More"])
     chat.done()
-    expect(chat.text).not_to_be_empty()
+    expect(chat.completions.locator(".prose")).to_have_count(2)
     expect(chat.completion.locator(".usage")).to_contain_text("4 tokens")
 
 
@@ -379,7 +382,7 @@ def test_own_settings_apply(chat: Chat) -> None:
     params = {
         "max_tokens": 200,
         "typical_p": 0.95,
-        "stop_token_ids": [1],
+        "stop_token_ids": [0],
         "logit_bias": {"7": -100},
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
@@ -401,10 +404,10 @@ def test_own_settings_apply(chat: Chat) -> None:
 def test_the_token_view_shows_its_probabilities(chat: Chat) -> None:
     """A version that continues from a token is a background response, too."""
     chat.with_fields(RESPONSES, **ENDLESS, max_output_tokens=8)
-    chat.send("one")
+    chat.send("Hello")
     chat.done()
     chat.completion.get_by_role("button", name="Token view").click()
-    chat.send("two")
+    chat.completion.get_by_role("button", name="Regenerate").click()
     chat.done()
     tokens = chat.completion.get_by_role("listbox").get_by_role("option")
     expect(tokens).not_to_have_count(0)
@@ -413,7 +416,7 @@ def test_the_token_view_shows_its_probabilities(chat: Chat) -> None:
     card = chat.page.get_by_role("dialog")
     expect(card.get_by_role("button")).to_have_count(5)
     with chat.page.expect_request(RESPONSES) as request:
-        card.get_by_role("button").last.click()
+        card.get_by_role("button", disabled=False).first.click()
     assert request.value.post_data_json["continue_final_message"] is True
     chat.done()
     expect(chat.completion.locator(".tokens .unknown")).to_have_count(0)

@@ -277,7 +277,7 @@ export class Conversation {
       if (this.running !== generation) return;
       this.running = null;
       background.end(this.id);
-      this.#ended(message.id, generation.isResumed);
+      this.#ended(message.id, generation.isShared);
     });
   }
 
@@ -298,7 +298,7 @@ export class Conversation {
     };
   }
 
-  #ended(id: string, isResumed: boolean): void {
+  #ended(id: string, isShared: boolean): void {
     const message = this.tree.messages.get(id);
     this.library.ended(this);
     if (!message) return;
@@ -308,7 +308,6 @@ export class Conversation {
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);
     void titleByModel(this, message);
-    // Of several pages that show a resumed answer none may send the next message for all.
-    if (!isResumed) queues.answered(this, message);
+    void queues.answered(this, message, isShared);
   }
 }
