@@ -27,7 +27,7 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.completion.get_by_text("Reasoning").click()
     views["conversation"] = violations(chat.page)
     chat.completion.locator(".usage button").click()
-    expect(chat.completion.get_by_text("Time to the first token")).to_be_visible()
+    expect(chat.completion.get_by_text("Time to first token")).to_be_visible()
     views["usage"] = violations(chat.page)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+F")

@@ -201,7 +201,7 @@ def test_a_completion_goes_on_after_a_reload(chat: Chat, storing: Server) -> Non
     assert storing.metric("vllm:num_requests_running") == 1
     stop(chat, storing)
     expect(chat.completion.locator(".usage")).to_contain_text("prompt tokens")
-    expect(chat.completion.locator(".usage")).to_contain_text("tokens/s")
+    expect(chat.completion.locator(".usage")).to_contain_text("tok/s")
     chat.settle()
     kept = messages(chat)[-1]
     assert is_whole(storing, kept)

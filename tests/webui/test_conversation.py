@@ -57,7 +57,7 @@ def test_a_completion_streams_from_smollm2(smollm2: Server, context: BrowserCont
     expect(usage).to_contain_text("prompt tokens")
     expect(usage).to_contain_text("24 tokens")
     expect(usage).to_contain_text("first after")
-    expect(usage).to_contain_text("tokens/s")
+    expect(usage).to_contain_text("tok/s")
     expect(usage).to_contain_text("cut: length limit")
     expect(chat.page.get_by_role("heading", level=1)).to_have_text("What is gravity?")
     assert chat.complaints == []

@@ -61,7 +61,7 @@ def test_the_panel_shows_cached_cells_and_charts_with_scales(chat: Chat) -> None
     chat.button("Server status").click()
     panel = chat.page.get_by_role("complementary", name="Server status")
     expect(panel.get_by_role("listitem").filter(has_text=re.compile("^[1-9][0-9,]* cached$"))).to_be_visible()
-    chart = panel.get_by_role("figure").filter(has_text="Tokens generated a second")
+    chart = panel.get_by_role("figure").filter(has_text="Tokens generated per second")
     expect(chart.locator(".scale")).to_have_text(re.compile(r"^[\d,.]+ tok/s$"))
     expect(chart).to_contain_text("60 s ago")
     expect(chart.locator("polyline")).to_be_attached()

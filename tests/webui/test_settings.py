@@ -245,7 +245,7 @@ def test_the_status_panel_shows_the_metrics_of_the_server(chat: Chat) -> None:
     expect(panel).to_contain_text("tiny")
     expect(panel).to_contain_text("131,072")
     expect(panel.get_by_role("img", name="Running: 1")).to_be_visible()
-    expect(panel.get_by_role("img", name=re.compile("Tokens generated a second: [1-9]"))).to_be_visible()
+    expect(panel.get_by_role("img", name=re.compile("Tokens generated per second: [1-9]"))).to_be_visible()
     expect(panel.locator("polyline").first).to_be_attached()
     chat.button("Stop").click()
     expect(panel.get_by_role("img", name="Running: 0")).to_be_visible()

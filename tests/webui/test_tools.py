@@ -6,6 +6,7 @@ import json
 
 from playwright.sync_api import Locator, expect
 
+from axe import violations
 from chatpage import COMPLETIONS, Chat
 
 SCHEMA = {
@@ -31,6 +32,13 @@ def test_a_schema_bounds_the_completion(chat: Chat) -> None:
     field.fill("[1]")
     expect(chat.page.get_by_text("This is not a JSON object")).to_be_visible()
     expect(field).to_have_attribute("aria-invalid", "true")
+    field.fill('{"type": "object",\n "required" ["ok"]}')
+    expect(chat.page.get_by_text("Line 2, column 13:")).to_be_visible()
+    field.fill("")
+    chat.page.get_by_role("button", name="Insert an example").first.click()
+    expect(field).to_be_focused()
+    assert json.loads(field.input_value())["type"] == "object"
+    assert violations(chat.page) == []
     field.fill(json.dumps(SCHEMA))
     field.blur()
     expect(field).to_have_value(json.dumps(SCHEMA, indent=2))
