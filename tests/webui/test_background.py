@@ -387,7 +387,12 @@ def test_own_settings_apply(chat: Chat) -> None:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["yes", "no"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     settings = {"model": "", "system": "Be brief.", "params": params, "schema": json.dumps(schema)}
     chat.settle()
     chat.page.evaluate(PUT_VALUE, ["settings", {"background": True, "chat": settings}])
@@ -398,7 +403,10 @@ def test_own_settings_apply(chat: Chat) -> None:
     chat.done()
     assert response.value.status == httpx.codes.OK
     expect(chat.page.get_by_role("alert")).to_have_count(0)
-    assert json.loads(messages(chat)[-1]["content"])["a"] in ("yes", "no")
+    text = messages(chat)[-1]["content"]
+    made, end = json.JSONDecoder().raw_decode(text)
+    assert made["a"] in ("yes", "no")
+    assert text[end:].startswith("<|")  # the special token that ends the completion
 
 
 def test_the_token_view_shows_its_probabilities(chat: Chat) -> None:

@@ -110,6 +110,11 @@ it("does not claim a time that no page has measured", async () => {
   expect(last.timing).toBeUndefined();
 });
 
+it("goes on after a reasoning that the server separates", async () => {
+  const { last } = await resumed(answer({ reasoning: "hm", run: RUN }), [delta(4, "Yes."), END]);
+  expect(last).toMatchObject({ reasoning: "hm", content: "Yes." });
+});
+
 it("reads a continued reasoning from its beginning, because its end is inside the text", async () => {
   const message = answer({ reasoning: "so far and more", run: { ...RUN, reasoning: 6 } });
   const { asked, last } = await resumed(message, [delta(0, " and more</think>"), delta(1, "Yes."), END]);

@@ -176,6 +176,7 @@ export class Conversation {
       this.tree = before;
       void this.library.db?.putMessages(this.id, removed);
       this.library.change(this.id, { chosen: { ...before.chosen } });
+      this.resume(); // an answer in the background has ended meanwhile
     };
     ui.toast(t("message_deleted", { n: removed.length }), { label: t("undo"), run: undo });
   }

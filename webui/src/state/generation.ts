@@ -203,7 +203,7 @@ export class Generation {
     this.#content = answer.content;
     this.#reasoning = answer.reasoning ?? "";
     this.#tools = answer.toolCalls ?? [];
-    this.#isInReasoning = isCutInReasoning(answer);
+    this.#isInReasoning = isCutInReasoning(this.#before); // the server separates a reasoning that it began itself
   }
 
   #append(text: string): void {
