@@ -84,7 +84,11 @@ export class TokenAligner {
     for (const [n, { text, isPart }] of this.#tokens.entries()) {
       if (isPart) continue;
       const length = text === "" ? -1 : this.#text.indexOf(text, 1);
-      if (length > 0) return this.#cut(length, this.#tokens.splice(0, n).filter((token) => token.isPart));
+      if (length > 0)
+        return this.#cut(
+          length,
+          this.#tokens.splice(0, n).filter((token) => token.isPart),
+        );
       if (++whole === LOOKED_AT) break;
     }
     return whole > 0 ? "wait" : this.#cut(this.#text.length, this.#tokens.splice(0));
