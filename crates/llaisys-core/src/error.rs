@@ -100,6 +100,9 @@ pub enum Exhausted {
     /// All sequence ids are acquired.
     #[error("all {capacity} sequence ids are acquired")]
     SequenceIds { capacity: usize },
+    /// As many cache nodes have a recurrent state as may.
+    #[error("all {capacity} recurrent states of cache nodes are in use; drop one first")]
+    States { capacity: usize },
 }
 
 /// Understood, not implemented. Each variant names the requested feature and the supported ones.

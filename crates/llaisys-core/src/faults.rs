@@ -78,7 +78,7 @@ pub(crate) mod table {
         Point { name, actions, action, n_left, n_hits }
     }
 
-    static TABLE: [Point; 27] = [
+    static TABLE: [Point; 30] = [
         point("seq.acquire", ENTRY),
         point("seq.release", LEAKS),
         point("seq.set_sampler", ENTRY),
@@ -99,6 +99,9 @@ pub(crate) mod table {
         point("kv.seq_add", ENTRY),
         point("kv.node_cache", ENTRY),
         point("kv.node_attach", ENTRY),
+        point("kv.node_relink", ENTRY),
+        point("kv.node_keep_state", ENTRY),
+        point("kv.node_drop_state", ENTRY),
         point("kv.node_split", ENTRY),
         point("kv.node_trim", ENTRY),
         point("kv.node_export", ENTRY),

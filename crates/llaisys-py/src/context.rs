@@ -37,8 +37,8 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, n_ranks = 1, lifo = false, nan_fill = false, gpu = None, pins = true,
-        prune_argmax = false, progress = None
+        max_model_len, n_threads, n_ranks = 1, n_states_kept = 0, lifo = false, nan_fill = false, gpu = None,
+        pins = true, prune_argmax = false, progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -53,6 +53,7 @@ impl Context {
         max_model_len: i64,
         n_threads: i64,
         n_ranks: i64,
+        n_states_kept: i64,
         lifo: bool,
         nan_fill: bool,
         gpu: Option<&Gpu>,
@@ -70,6 +71,7 @@ impl Context {
                 n_cells: n_cells.map_or(Ok(1), |n| count("n_cells", n, i64::from(i32::MAX)))?,
                 n_seq_max: count("n_seq_max", n_seq_max, SEQ_LIMIT as i64)?,
                 n_streams: count("n_streams", n_streams, STREAM_LIMIT as i64)?,
+                n_states_kept: natural("n_states_kept", n_states_kept)? as usize,
                 lifo,
                 nan_fill,
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
@@ -240,6 +242,27 @@ impl Context {
     /// Let a sequence that ends at `p0` see a node's positions.
     fn kv_node_attach(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
         self.core.detached(py, |core| core.kv_node_attach(node, SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Let a sequence see a node's cells in place of its own.
+    fn kv_node_relink(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.core.brief(py, |core| core.kv_node_relink(node, SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Let a node have the recurrent state of a sequence.
+    fn kv_node_keep_state(&self, py: Python<'_>, node: u64, seq_id: i64) -> PyResult<()> {
+        self.core.brief(py, |core| core.kv_node_keep_state(node, SeqId::from_raw(seq_id)))
+    }
+
+    /// Drop the recurrent state of a node.
+    fn kv_node_drop_state(&self, py: Python<'_>, node: u64) -> PyResult<()> {
+        self.core.brief(py, |core| core.kv_node_drop_state(node))
+    }
+
+    /// Cache nodes that have a recurrent state.
+    #[getter]
+    fn n_states_kept(&self, py: Python<'_>) -> PyResult<usize> {
+        self.core.brief(py, |core| Ok(core.n_states_kept()))
     }
 
     /// Move a node's positions from `at` on to the new node `tail`.

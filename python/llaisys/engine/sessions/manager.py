@@ -81,7 +81,8 @@ class SessionManager:
     """
 
     def __init__(self, kv_cache: KvCacheManager, limits: Limits) -> None:
-        """Initialize without sessions. If prefix caching is off, every operation is rejected."""
+        """Initialize without sessions. If prefix caching is off, or the model has recurrent layers, every
+        operation is rejected."""
         self._kv_cache = kv_cache
         self._is_recurrent = limits.state_bytes > 0
         self._shares = Shares(limits.max_sessions, limits.n_clients)
@@ -238,9 +239,14 @@ class SessionManager:
 
     def _required_cache(self) -> KvCacheManager:
         """Return the KV cache. Raises UnsupportedError if prefix caching is off."""
+        if self._is_recurrent:
+            raise UnsupportedError(
+                "sessions do not support models with recurrent layers; leave session_id out: the prefix "
+                "cache works without it",
+                param="session_id",
+            )
         if not self._kv_cache.caches_prefixes:
-            off = "off for models with recurrent layers" if self._is_recurrent else "off"
-            raise UnsupportedError(f"sessions need the prefix cache, which is {off}", param="session_id")
+            raise UnsupportedError("sessions need the prefix cache, which is off", param="session_id")
         return self._kv_cache
 
     def _checked_count(self, session: Session, n_tokens: int | None) -> int:
