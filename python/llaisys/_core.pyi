@@ -396,8 +396,7 @@ class Context:
     ) -> None:
         """Attach a sampler to a sequence. `output_ids` are the tokens generated so far (after a preemption).
         Rows of a sequence without a sampler are sampled greedily. The last id that a decode samples for a
-        sequence counts as its output. Raises RejectedError for a stale id or a parameter out of its
-        bounds."""
+        sequence counts as its output. Raises RejectedError for a parameter out of its bounds."""
     def decode(
         self,
         tokens: NDArray[np.int32],
@@ -418,7 +417,6 @@ class Context:
         request logits, and bits `[n, ceil(vocab / 32)]`, where a set bit allows its id. `stream` is checked
         against the streams of the rows' sequences. A row of several sequences is stored once and seen by all;
         it is sampled with the sampler of the first one.
-
         Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic), with no side
         effects.
         """
@@ -443,14 +441,12 @@ class Context:
         """Cache the sequence's cells of positions `p0 <= p < p1` in a new node, in which they stay allocated
         after the sequence is released (the prefix cache). The caller chooses the node's id (0 to 2^64 - 1)
         and uses it once. A cell is in at most one node.
-
         Raises RejectedError, with no side effects: an existing node, an empty range, a position that is
         missing in the sequence or already cached."""
     def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None:
         """Let a sequence that ends at `p0` (0 if it is empty) see the node's positions `p0 <= p < p1`: the
         same cells within a KV stream; across streams K and V are copied into newly allocated cells. With
         recurrent layers, it can then be continued only from the end of a node with a state.
-
         Raises ExhaustedError (too few cells for a copy) or RejectedError, with no side effects: an unknown
         node, an empty range, a position that is missing in the node."""
     def kv_node_relink(self, node: int, seq_id: int, p0: int, p1: int) -> None:
@@ -465,6 +461,11 @@ class Context:
         """Drop a node's recurrent state, if it has one. Raises RejectedError for an unknown node."""
     @property
     def n_states_kept(self) -> int: ...
+    def kv_node_export_state(self, node: int) -> NDArray[np.uint8]:
+        """Return a node's recurrent state (GIL released). Raises RejectedError without one."""
+    def kv_node_import_state(self, node: int, data: NDArray[np.uint8]) -> None:
+        """Give a node without a state the bytes of `kv_node_export_state` of a context with the same
+        fingerprint (GIL released). Raises ExhaustedError as `kv_node_keep_state`, or RejectedError."""
     def kv_node_split(self, node: int, at: int, tail: int) -> None:
         """Move the positions from `at` on, and the recurrent state, to the new node `tail`; those below `at`
         stay in the node. Raises RejectedError if either part would be empty."""
@@ -478,7 +479,6 @@ class Context:
     def kv_node_import(self, node: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
         """Create a cache node on newly allocated cells of a stream, at positions from `p0`, with the bytes
         that `kv_node_export` returned in a context with the same fingerprint (GIL released).
-
         Raises ExhaustedError (cells) or RejectedError, with no side effects: an existing node, a number of
         bytes that is not that of whole cells, positions past `max_model_len`."""
     def fingerprint(self) -> str:

@@ -62,6 +62,8 @@ UNUSED = {
     "kv.seq_rm",
     "kv.node_keep_state",
     "kv.node_drop_state",
+    "kv.node_export_state",
+    "kv.node_import_state",
     "weights.replace",
 }
 DRAFTS = "drafts"

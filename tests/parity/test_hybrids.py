@@ -1,6 +1,6 @@
 """Models with recurrent layers: a request has the same bits whatever happens around it.
 
-A prefix is shared where its recurrent state is kept. Sessions and speculation are refused by name.
+A prefix is shared where its recurrent state is kept. Speculation is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from golden import load_golden
 from invariance import ALONE, SEED, SETTINGS, Model, run
 from llaisys import LLM, SamplingParams
 from llaisys.config import Config, SpeculativeConfig
-from llaisys.engine import state_stops
+from llaisys.engine import memory, state_stops
 from llaisys.engine.host import Cpus
 from llaisys.engine.memory import EngineSizing, size_engine
 from llaisys.engine.worker import inspect_model
@@ -167,7 +167,17 @@ def test_states_count_in_the_size_of_an_engine() -> None:
         sized(weights + MIB, num_kv_cells=64, max_num_seqs=64, screen_lm_head=False)
 
 
-def test_speculation_and_sessions_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_activations_of_recurrent_layers_count_in_the_workspace() -> None:
+    info = inspect_model(GOLDENS / FOLDERS[0])
+    # Twice the 128 channels, values and value heads; a gate for each number of the attention.
+    width = 2 * (128 + 64 + 4) + info.n_heads * info.d_head
+    assert info.recurrent_width == width
+    settings = Config(max_num_batched_tokens=1000)
+    row_bytes = memory._workspace_bytes(settings, info)
+    assert row_bytes - memory._workspace_bytes(settings, replace(info, recurrent_width=0)) == 4000 * width
+
+
+def test_speculation_is_refused_by_name() -> None:
     info = inspect_model(GOLDENS / FOLDERS[1])
     config = Config(speculative_config=SpeculativeConfig(method="suffix"))
     with pytest.raises(UnsupportedError, match="Qwen3_5MoeForCausalLM") as refused:
@@ -177,7 +187,3 @@ def test_speculation_and_sessions_are_refused_by_name(caplog: pytest.LogCaptureF
     attention = inspect_model(GOLDENS / "qwen3_moe_bf16")
     with pytest.raises(UnsupportedError, match="Qwen3_5MoeForCausalLM"):
         size_engine(draft, attention, 1024 * MIB, Cpus(2), draft=info)
-    with LLM(str(GOLDENS / FOLDERS[1]), num_kv_cells=256) as llm, caplog.at_level("ERROR"):
-        (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], session_id="chat")
-    assert output.outputs[0].finish_reason == "error"
-    assert "sessions do not support models with recurrent layers" in caplog.text

@@ -79,6 +79,9 @@ pub enum Rejected {
     /// Imported keys and values that are not a positive number of whole cells.
     #[error("the data has {got} bytes, expected a positive multiple of {of_cell} (the bytes of a cell)")]
     CellBytes { got: usize, of_cell: usize },
+    /// An import whose length is not that of a recurrent state.
+    #[error("{got} bytes are not a recurrent state, which has {want}")]
+    StateBytes { got: usize, want: usize },
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },

@@ -281,6 +281,23 @@ impl Context {
         Ok(PyArray1::from_vec(py, data).unbind())
     }
 
+    /// The recurrent state of a node; the GIL is released.
+    fn kv_node_export_state(&self, py: Python<'_>, node: u64) -> PyResult<Py<PyArray1<u8>>> {
+        let data = self.core.detached(py, |core| core.kv_node_export_state(node))?;
+        Ok(PyArray1::from_vec(py, data).unbind())
+    }
+
+    /// Give a node the recurrent state from an export; the GIL is released.
+    fn kv_node_import_state(
+        &self,
+        py: Python<'_>,
+        node: u64,
+        data: PyReadonlyArray1<'_, u8>,
+    ) -> PyResult<()> {
+        let data = owned("data", &data).map_err(|fault| fault.into_py(py))?;
+        self.core.detached(py, |core| core.kv_node_import_state(node, &data))
+    }
+
     /// Create a node with K and V from an export; the GIL is released.
     fn kv_node_import(
         &self,

@@ -20,7 +20,7 @@ from llaisys.engine.kv_cache_planner import (
     reclaimable_end,
 )
 from llaisys.engine.limits import Limits
-from llaisys.engine.prefix_cache import AddNode, CacheEdit, Pin, PrefixCache
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, KeepState, Pin, PrefixCache
 from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
 from llaisys.engine.state_stops import keeps_state
 from llaisys.engine.worker import Worker
@@ -208,9 +208,16 @@ class KvCacheManager:
         """Return a digest of everything that K and V depend on except tokens and positions."""
         return self._worker.fingerprint()
 
-    def pin_session(self, salt: str, ids: Sequence[int], stream: int) -> Pin | None:
-        """Pin the cached part of a session's path; None if nothing is cached."""
-        pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream, of_session=True)
+    def pin_session(
+        self, salt: str, ids: Sequence[int], stream: int, *, is_restoring: bool = False
+    ) -> Pin | None:
+        """Pin the cached part of a session's path, and its recurrent state; None if nothing is cached.
+
+        `is_restoring`: pin also the cells whose recurrent state is not restored yet.
+        """
+        match = self.prefix_cache.match(salt, ids, len(ids), stream)
+        n_tokens = match.n_same if is_restoring else match.n_tokens
+        pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream, of_session=True, needs_state=True)
         self._apply(edits)
         if pin.n_tokens:
             return pin
@@ -239,7 +246,7 @@ class KvCacheManager:
         """
         n_positions = len(ids) - at
         self.evict([n_positions if s == stream else 0 for s in range(self.n_streams)])
-        n_cached = self.prefix_cache.match(salt, ids, len(ids), stream).n_tokens
+        n_cached = self.prefix_cache.match(salt, ids, len(ids), stream).n_same
         if n_cached < at or self._worker.n_cells_free[stream] < n_positions:
             return False
         pin, edits = self.prefix_cache.insert(salt, ids, stream)
@@ -252,6 +259,29 @@ class KvCacheManager:
             self._blocks.apply(edits, salt, ids)
         self.prefix_cache.unpin(pin)
         return True
+
+    def export_state(
+        self, salt: str, ids: Sequence[int], stream: int
+    ) -> tuple[int, NDArray[np.uint8]] | None:
+        """Return the last kept recurrent state of a path: the number of tokens before it, and its bytes.
+
+        None if no state is kept.
+        """
+        match = self.prefix_cache.match(salt, ids, len(ids), stream)
+        if self.prefix_cache.n_states_max is None or not match.parts:
+            return None
+        return match.n_tokens, self._worker.export_state(match.parts[-1][0])
+
+    def import_state(self, salt: str, ids: Sequence[int], stream: int, data: NDArray[np.uint8]) -> None:
+        """Keep the recurrent state after `ids`, unless the path is not cached or pins need all states."""
+        pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream)
+        self._apply(edits)
+        for edit in self.prefix_cache.keep_state(pin) if pin.n_tokens == len(ids) else ():
+            if isinstance(edit, KeepState):
+                self._worker.import_state(edit.node_id, data)
+            else:
+                self._worker.edit_cache([edit])
+        self.prefix_cache.unpin(pin)
 
     def invalidate(self, salt: str, ids: Sequence[int], stream: int, start: int) -> None:
         """Remove the positions of a path from `start` on from the prefix cache, except pinned ones."""

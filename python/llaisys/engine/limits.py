@@ -36,7 +36,7 @@ class Limits:
     - `timeout_scan_s`: seconds between two checks of the deadlines.
     - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
     - `max_sessions`: sessions of all clients, and saved sessions of each. `session_kv_share`: the share of
-      the cells that sessions may pin.
+      the cells, and of the kept recurrent states, that sessions may pin.
     - `session_store`: the folder of saved sessions. With None they cannot be saved.
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.

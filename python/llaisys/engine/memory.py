@@ -446,7 +446,7 @@ def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
     n_ranks = config.tensor_parallel_size
     n_streams, n_logits = (2, 1) if n_ranks == 1 else (4 * n_ranks, 4 + n_ranks)
     q, kv = info.n_heads * info.d_head, info.n_kv_heads * info.d_head
-    row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head
+    row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head + info.recurrent_width
     n_rows = config.max_num_batched_tokens
     n_requests = min(n_rows, config.max_num_seqs)
     return _FLOAT_BYTES * (n_rows * row + n_logits * n_requests * info.vocab_size)

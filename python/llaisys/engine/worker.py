@@ -164,6 +164,14 @@ class Worker:
         """Return K and V of the positions `p0 <= p < p1` of a cache node, as bytes (uint8, one dimension)."""
         return self._context.kv_node_export(node_id, p0, p1)
 
+    def export_state(self, node_id: int) -> NDArray[np.uint8]:
+        """Return the recurrent state of a cache node, as bytes (uint8, one dimension)."""
+        return self._context.kv_node_export_state(node_id)
+
+    def import_state(self, node_id: int, data: NDArray[np.uint8]) -> None:
+        """Give a cache node an exported recurrent state."""
+        self._change(self._context.kv_node_import_state, node_id, data)
+
     def import_cells(self, wanted: AddNode, stream: int, at: int, data: NDArray[np.uint8]) -> None:
         """Create the node of an edit on new cells, from exported `data` of the positions from `at` on.
 

@@ -268,6 +268,19 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    // A model with recurrent layers has one rank.
+    fn state_bytes(&self) -> usize {
+        self.ranks[0].states.state_bytes()
+    }
+
+    fn read_state(&self, state: u32) -> Vec<u8> {
+        self.ranks[0].states.read(state)
+    }
+
+    fn write_state(&mut self, state: u32, data: &[u8]) {
+        self.ranks[0].states.write(state, data);
+    }
+
     fn nan_fill_states(&mut self, states: &[u32]) {
         self.ranks.iter_mut().for_each(|rank| rank.states.nan_fill(states));
     }

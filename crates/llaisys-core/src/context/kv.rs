@@ -171,6 +171,30 @@ impl Context {
         self.change(Change::None, |context| context.kv.node_drop_state(node))
     }
 
+    /// Returns the recurrent state of a node: for each recurrent layer the window of the short convolution, then a matrix
+    /// for each value head, in f32, little endian. Errors: an unknown node, a node without a state.
+    pub fn kv_node_export_state(&self, node: u64) -> Result<Vec<u8>> {
+        fault_point!("kv.node_export_state");
+        Ok(self.backend.read_state(self.kv.node_state(node)?))
+    }
+
+    /// Gives a node without a recurrent state one with the contents that [`Context::kv_node_export_state`] returned in a
+    /// context with the same [`Context::fingerprint`].
+    /// Errors: an unknown node, a node with a state, a number of bytes that is not that of a state, as many nodes with a
+    /// state as [`super::ContextConfig::n_states_kept`] allows.
+    pub fn kv_node_import_state(&mut self, node: u64, data: &[u8]) -> Result<()> {
+        fault_point!("kv.node_import_state");
+        let want = self.backend.state_bytes();
+        if data.len() != want || data.is_empty() {
+            return Err(Rejected::StateBytes { got: data.len(), want }.into());
+        }
+        self.change(Change::None, |context| {
+            let state = context.kv.node_new_state(node)?;
+            context.backend.write_state(state, data);
+            Ok(())
+        })
+    }
+
     /// Cache nodes that have a recurrent state.
     pub fn n_states_kept(&self) -> usize {
         self.kv.n_states_kept()

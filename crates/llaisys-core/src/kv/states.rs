@@ -199,6 +199,30 @@ impl KvCache {
         Ok(())
     }
 
+    /// Gives a node without a state a new one, whose contents the caller writes. Returns its number.
+    ///
+    /// Errors: [`KvError::NoNode`], [`KvError::NodeState`] if it has a state or the model has none, [`Exhausted::States`].
+    pub fn node_new_state(&mut self, node: u64) -> Result<u32> {
+        let has_one = self.node(node)?.state.is_some();
+        let Some(states) = self.states.as_mut().filter(|_| !has_one) else {
+            return Err(rejected(KvError::NodeState { node, expected: "without" }));
+        };
+        if states.n_kept == states.n_kept_max {
+            return Err(Exhausted::States { capacity: states.n_kept_max }.into());
+        }
+        let state = states.free.pop().expect("invariant 2: there is a state for each node that may have one");
+        states.n_users[state as usize] = 1;
+        states.n_kept += 1;
+        self.nodes.get_mut(&node).expect("found above").state = Some(state);
+        Ok(state)
+    }
+
+    /// The state of a node. Errors: [`KvError::NoNode`], [`KvError::NodeState`] if it has none.
+    pub fn node_state(&self, node: u64) -> Result<u32> {
+        let state = self.node(node)?.state;
+        state.ok_or_else(|| rejected(KvError::NodeState { node, expected: "with" }))
+    }
+
     /// Drops the state of a node; its cells stay. Errors: [`KvError::NoNode`].
     pub fn node_drop_state(&mut self, node: u64) -> Result<()> {
         self.node(node)?;

@@ -115,6 +115,30 @@ fn a_kept_state_continues_with_the_bits_of_a_whole_sequence() {
                 context.check_integrity();
             }
         }
+        // And in another context, from exported cells and state.
+        let mut target = open(name, settings());
+        assert_eq!(target.fingerprint(), context.fingerprint());
+        let cells =
+            [(1, 0, 15), (2, 15, 28)].map(|(node, p0, p1)| context.kv_node_export(node, p0, p1).unwrap());
+        let state = context.kv_node_export_state(2).unwrap();
+        target.kv_node_import(1, 0, 0, &cells[0]).unwrap();
+        target.kv_node_import(2, 0, 15, &cells[1]).unwrap();
+        let digest = target.digest();
+        for (node, data) in [(2, &state[1..]), (2, &[]), (7, &state[..])] {
+            assert!(target.kv_node_import_state(node, data).is_err());
+        }
+        assert!(target.kv_node_export_state(2).is_err());
+        assert_eq!(target.digest(), digest);
+        target.kv_node_import_state(2, &state).unwrap();
+        assert!(target.kv_node_import_state(2, &state).is_err(), "it has a state");
+        assert_eq!(target.kv_node_export_state(2).unwrap(), state);
+        let seq = target.seq_acquire(0).unwrap();
+        target.kv_node_attach(1, seq, 0, 15).unwrap();
+        target.kv_node_attach(2, seq, 15, 28).unwrap();
+        let mut got = Outputs::default();
+        got.push(&Rows::default().run(seq, 28, &tokens[28..]).decode(&mut target).unwrap());
+        assert!(got.logits[..] == want.logits[28 * VOCAB..], "{name}: imported");
+        target.check_integrity();
         context.kv_node_trim(2, 15).unwrap();
         context.kv_node_trim(1, 0).unwrap();
         assert_eq!((context.n_states_kept(), context.n_cells_free()), (0, 256));

@@ -365,6 +365,7 @@ fn name_of(op: &Op, outcome: &Outcome) -> &'static str {
             KvError::Recurrent { .. }
             | KvError::RecurrentCoupled { .. }
             | KvError::RecurrentDraft { .. }
+            | KvError::NodeState { .. }
             | KvError::NoState { .. } => "of caches with states only",
         },
         (Outcome::Placed(_), Op::Prepare { commit: false, .. }) => "rolled back",
