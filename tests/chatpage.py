@@ -21,6 +21,7 @@ FLAGS = [
     "--no-first-run",
 ]
 COMPLETIONS = "**/v1/chat/completions"
+RESPONSES = "**/v1/responses"
 
 # A guard against a hang: a busy machine may take its time.
 PATIENCE_MS = 120_000
@@ -211,13 +212,13 @@ class Chat:
         file = {"name": name, "mimeType": "text/plain", "buffer": text.encode()}
         self.page.locator("input[type=file]").set_input_files(file)
 
-    def with_fields(self, **fields: Any) -> None:
-        """Add fields to every request to the server."""
+    def with_fields(self, url: str = COMPLETIONS, **fields: Any) -> None:
+        """Add fields to every request to this URL of the server."""
 
         def patch(route: Route) -> None:
             route.continue_(post_data=json.dumps({**route.request.post_data_json, **fields}))
 
-        self.page.route(COMPLETIONS, patch)
+        self.page.route(url, patch)
 
     def complete_with(self, *pieces: str | Mapping[str, Any], finish: str = "stop") -> None:
         """Respond to every chat with these deltas instead of the server; a text is a `content`."""

@@ -51,6 +51,19 @@ describe("the server's copy", () => {
     expect(read).toEqual({ ...made, session: { ...made.session, draft: "" } });
   });
 
+  it("has what another browser needs to go on reading an answer", () => {
+    const timing = { firstTokenMs: 1, totalMs: 2 };
+    const run = { id: "resp_a", after: 3, content: 4, reasoning: 0, askedMs: 5, firstMs: 6, timing };
+    const made = whole(7, "t", { ...message("x", "text", "running"), run });
+    const copy = (): Record<string, unknown> => JSON.parse(JSON.stringify(toDocument(made)));
+    expect(fromDocument("s", copy())!.messages[0]!.run).toEqual(run);
+    for (const wrong of [{ id: "../../x" }, { content: "4" }, null]) {
+      const broken = copy() as { messages: { run: unknown }[] };
+      broken.messages[0]!.run = wrong && { ...run, ...wrong };
+      expect(fromDocument("s", broken)!.messages[0]!.run).toBeUndefined();
+    }
+  });
+
   it("is refused if it is no session, or another one", () => {
     expect(fromDocument("s", null)).toBeNull();
     expect(fromDocument("s", { id: "s" })).toBeNull();

@@ -193,7 +193,7 @@ class ServerConfig(BaseModel):
     response_store: Path | None = Field(
         None,
         description="SQLite file for responses of /v1/responses (default: none is stored); set it for "
-        "previous_response_id, background responses and reading a response again",
+        "previous_response_id, background responses (also of the web UI) and reading a response again",
     )
     max_stored_response_bytes_per_key: int = Field(
         256 << 20,

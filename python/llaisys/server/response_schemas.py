@@ -276,11 +276,12 @@ class ModelCard(_Schema):
 
 
 class ModelList(_Schema):
-    """Every served name. `models`: empty, for Codex."""
+    """Every served name. `models`: empty, for Codex. `stores_responses`: the server has a response store."""
 
     object: Literal["list"]
     data: list[ModelCard]
     models: list[Any]
+    stores_responses: bool
 
 
 class Tokens(_Schema):

@@ -119,6 +119,14 @@ async def test_a_background_response(engine: AbortableService, client: httpx.Asy
     assert [m["content"] for m in engine.chats[-1][0]] == ["Hi", "Hello", "More"]
 
 
+async def test_the_list_of_models_tells_whether_responses_are_stored(
+    state: ServerState, client: httpx.AsyncClient
+) -> None:
+    assert (await client.get("/v1/models")).json()["stores_responses"] is True
+    state.responses = None
+    assert (await client.get("/v1/models")).json()["stores_responses"] is False
+
+
 async def test_a_background_stream_is_followed_again(
     engine: AbortableService, client: httpx.AsyncClient
 ) -> None:

@@ -248,13 +248,18 @@ EFFECTS = [
     sampling("top_p", 0.5),
     sampling("top_k", 5),
     sampling("min_p", 0.5),
+    sampling("typical_p", 0.5),
     sampling("repetition_penalty", 1.5),
     sampling("presence_penalty", 0.5),
     sampling("frequency_penalty", 0.5),
     sampling("seed", 5),
     sampling("stop", ["x"]),
+    sampling("stop_token_ids", [7]),
     sampling("min_tokens", 2),
     sampling("ignore_eos", True),
+    sampling("skip_special_tokens", False),
+    sampling("include_stop_str_in_output", True),
+    ({"logit_bias": {"7": -1.5}}, lambda call: call.params.logit_bias, {7: -1.5}),
     ({"max_output_tokens": 7}, lambda call: call.params.max_tokens, 7),
     ({"top_logprobs": 2}, lambda call: call.params.logprobs, 2),
     ({"include": ["message.output_text.logprobs"]}, lambda call: call.params.logprobs, 0),
@@ -285,6 +290,16 @@ async def test_a_field_takes_effect(
     assert reply.status_code == 200, reply.text
     assert "x-llaisys-ignored-fields" not in reply.headers
     assert shows(engine.calls[0]) == want
+
+
+async def test_the_last_message_is_continued(engine: FakeService, client: httpx.AsyncClient) -> None:
+    cut = {"role": "assistant", "content": "Hel"}
+    body = {"input": [USER, cut], "add_generation_prompt": False, "continue_final_message": True}
+    reply = await client.post(URL, json=body)
+    assert reply.status_code == 200, reply.text
+    messages, options = engine.chats[0]
+    assert messages == [USER, cut]
+    assert (options["add_generation_prompt"], options["continue_final_message"]) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import { events } from "./sse";
 import type { RequestTimeline } from "./lanes";
 import type { SpanKind, Timeline } from "./timeline";
 import type { Candidate, Token } from "./tokens";
-import type { Failure, Params, Usage } from "./types";
+import type { Failure, Params, ToolCall, Usage } from "./types";
 
 /** A completion waits at most this long for its timeline. */
 const TIMELINE_MS = 2000;
@@ -54,19 +54,32 @@ export type Piece =
   | { kind: "finish"; reason: string }
   | { kind: "usage"; usage: Usage }
   | { kind: "id"; id: string }
-  | { kind: "tokens"; tokens: Token[] };
+  | { kind: "tokens"; tokens: Token[] }
+  /** A whole tool call. */
+  | { kind: "call"; call: ToolCall }
+  /** What came up to here ends with this event of a background response. */
+  | { kind: "at"; sequence: number }
+  /** What came so far comes once more. */
+  | { kind: "restart" };
+
+/** What the server serves. `storesResponses`: it can generate answers in the background. */
+export interface Served {
+  models: Model[];
+  storesResponses: boolean;
+}
 
 /** The served models; the first is the default. Throws ApiError. */
-export async function listModels(key: string): Promise<Model[]> {
+export async function listModels(key: string): Promise<Served> {
   const [answer, formats] = await Promise.all([call("/v1/models", key, {}), weightFormats(key)]);
-  const list = (await answer.json()) as { data: Card[] };
-  return list.data.map((card) => ({
+  const list = (await answer.json()) as { data: Card[]; stores_responses?: boolean };
+  const models = list.data.map((card) => ({
     id: card.id,
     maxModelLen: card.max_model_len ?? null,
     defaults: card.default_sampling_params ?? {},
     format: formats.get(card.id) ?? "",
     startedMs: 1000 * (card.created ?? 0),
   }));
+  return { models, storesResponses: list.stores_responses === true };
 }
 
 /** The weight formats of the served models by name, from Ollama's list; empty without it. */
@@ -144,13 +157,13 @@ interface Chunk {
   } | null;
 }
 
-interface WireCandidate {
+export interface WireCandidate {
   token: string;
   logprob: number;
   bytes: number[] | null;
 }
 
-function candidate({ token, logprob, bytes }: WireCandidate): Candidate {
+export function candidate({ token, logprob, bytes }: WireCandidate): Candidate {
   return { text: token, logprob, isPart: bytes === null };
 }
 
@@ -278,7 +291,7 @@ function timelineOf(wire: WireTimeline): Timeline {
   };
 }
 
-function post(path: string, body: unknown, key: string, signal?: AbortSignal): Promise<Response> {
+export function post(path: string, body: unknown, key: string, signal?: AbortSignal): Promise<Response> {
   const headers = { "content-type": "application/json" };
   return call(path, key, { method: "POST", headers, body: JSON.stringify(body), signal });
 }

@@ -111,6 +111,13 @@ export class Db {
     await this.#db.put("values", value, key);
   }
 
+  /** Replaces a value by what `change` makes of it, in one transaction, so that two pages never change the same value. */
+  async changeValue<T>(key: string, change: (value: T | undefined) => T): Promise<void> {
+    const writing = this.#db.transaction("values", "readwrite");
+    void writing.store.put(change((await writing.store.get(key)) as T | undefined), key);
+    await writing.done;
+  }
+
   async deleteValue(key: string): Promise<void> {
     await this.#db.delete("values", key);
   }

@@ -69,6 +69,12 @@ export function timeUse(timeline: Timeline, nameOf: (id: string) => string): Tim
   return { stretches, sums: timeline.sums, by };
 }
 
+/** When the first token came, in milliseconds after the request: after the last chunk of its prompt before any decoding. */
+export function firstTokenOf({ spans, totalMs }: Timeline): number {
+  const isDecoding = ({ kind }: Span) => kind === "decode" || kind === "other_chunk";
+  return spans.find(isDecoding)?.startMs ?? totalMs;
+}
+
 /** The bar of an answer that was continued; the time between its requests is not in it. */
 export function continuedTimeUse(before: TimeUse | undefined, piece: TimeUse): TimeUse {
   if (before === undefined) return piece;

@@ -10,7 +10,7 @@ import { readTimeUse } from "./timeline";
 import { cleanTitle, titleOf } from "./title";
 import { fromMessages } from "./tree";
 import { EFFORTS, type ChatSettings, type Effort, type End, type Failure, type Message } from "./types";
-import type { Params, Role, Session, ToolCall } from "./types";
+import type { Params, Role, Run, Session, Timing, ToolCall } from "./types";
 
 const FORMAT = "llaisys-chats";
 const VERSION = 1;
@@ -191,12 +191,30 @@ function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number)
   const usage = numbersOf(value.usage, ["promptTokens", "cachedTokens", "completionTokens"] as const);
   if (usage)
     message.usage = { ...usage, ...numbersOf(value.usage, ["draftTokens", "acceptedTokens"] as const) };
-  const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
-  if (timing) message.timing = { ...timing, ...numbersOf(value.timing, ["reasoningMs"] as const) };
+  const timing = timingOf(value.timing);
+  if (timing) message.timing = timing;
+  const run = runOf(value.run);
+  if (run) message.run = run;
   const timeUse = readTimeUse(value.timeUse);
   if (timeUse) message.timeUse = timeUse;
   if (isObject(value.failure)) message.failure = failureOf(value.failure);
   return message;
+}
+
+function timingOf(value: unknown): Timing | null {
+  const timing = numbersOf(value, ["firstTokenMs", "totalMs"] as const);
+  return timing && { ...timing, ...numbersOf(value, ["reasoningMs"] as const) };
+}
+
+const RESPONSE_ID = /^resp_[\w.-]{1,64}$/;
+
+function runOf(value: unknown): Run | null {
+  const numbers = numbersOf(value, ["content", "reasoning", "askedMs"] as const);
+  if (!numbers || !isObject(value) || !RESPONSE_ID.test(text(value.id))) return null;
+  const timing = timingOf(value.timing);
+  const after = Number.isInteger(value.after) ? Number(value.after) : null;
+  const first = numbersOf(value, ["firstMs"] as const);
+  return { id: text(value.id), after, ...numbers, ...first, ...(timing ? { timing } : {}) };
 }
 
 function toolCallOf(value: Json): ToolCall {

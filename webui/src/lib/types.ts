@@ -4,7 +4,7 @@ import type { TimeUse } from "./timeline";
 
 export type Role = "system" | "user" | "assistant" | "tool";
 
-/** Why an answer ended. `running`: it has not; one found in the store was cut off by a reload. */
+/** Why an answer ended. `running`: it has not; one found in the store without a `run` was cut off by a reload. */
 export type End = "stop" | "length" | "stopped" | "error" | "running" | "edited" | "tool_calls";
 
 export interface Usage {
@@ -54,6 +54,23 @@ export interface Attachment {
   tokens?: number;
 }
 
+/** A background response that an answer is read from. */
+export interface Run {
+  /** The response's id at the server. */
+  id: string;
+  /** The number of the last event that the answer's text has; null: none. */
+  after: number | null;
+  /** Lengths of the text and the reasoning that the answer had before: the response continues them. */
+  content: number;
+  reasoning: number;
+  /** What the answer had before. */
+  timing?: Timing;
+  /** Since 1970. */
+  askedMs: number;
+  /** When its first text came, since 1970; absent: not yet. */
+  firstMs?: number;
+}
+
 export interface Message {
   id: string;
   /** The message that this one follows; null for the first of a conversation. */
@@ -71,6 +88,8 @@ export interface Message {
   /** The effort that was asked for. */
   effort?: Effort;
   end?: End;
+  /** While the server generates it in the background. */
+  run?: Run;
   usage?: Usage;
   timing?: Timing;
   timeUse?: TimeUse;

@@ -9,6 +9,7 @@ import { titleOf } from "../lib/title";
 import { textBefore, type Unit } from "../lib/tokens";
 import * as trees from "../lib/tree";
 import type { Attachment, ChatSettings, Message, Session } from "../lib/types";
+import { background } from "./background";
 import { Generation, isCutInReasoning, type Sink } from "./generation";
 import type { Library } from "./library.svelte";
 import { settings } from "./look.svelte";
@@ -38,6 +39,17 @@ export class Conversation {
   /** The messages as they are elsewhere. */
   replace(messages: readonly Message[], chosen: Readonly<Record<string, string>>): void {
     this.tree = trees.fromMessages(messages, chosen);
+    this.resume();
+  }
+
+  /** Goes on reading the newest answer that the server generates in the background, if there is one. */
+  resume(): void {
+    if (this.running) return;
+    const open = [...this.tree.messages.values()].filter(({ end, run }) => end === "running" && run);
+    const message = open.sort((a, b) => a.createdMs - b.createdMs).at(-1);
+    if (!message) return background.end(this.id);
+    const generation = new Generation(message);
+    this.#read(message, generation, (sink) => generation.resume(message.run!, background, sink));
   }
 
   get session(): Session | undefined {
@@ -229,11 +241,22 @@ export class Conversation {
       model,
       effort: chat.effort,
       end: "running",
+      run: undefined,
     });
-    const generation = new Generation(message);
+    const generation = new Generation({ ...message, run: undefined });
+    const body = this.#request(message, chat, model);
+    this.#read(message, generation, (sink) =>
+      background.isOn
+        ? generation.runInBackground(body, background, sink)
+        : generation.run(body, server.key, sink),
+    );
+  }
+
+  /** Reads an answer into its message until it ends. */
+  #read(message: Message, generation: Generation, run: (sink: Sink) => Promise<void>): void {
     this.running = generation;
     this.library.keep(this);
-    const recorder = tokenView.recorder(this.id, message);
+    const recorder = tokenView.recorder(this.id, generation.start);
     const sink: Sink = {
       seen: (piece) => {
         if (piece.kind === "id") noteRequest(piece.id, this.id);
@@ -246,14 +269,15 @@ export class Conversation {
       save: (changed: Partial<Message>) => {
         const now = this.tree.messages.get(message.id);
         if (now && this.session) void this.library.db?.putMessages(this.id, [{ ...now, ...changed }]);
+        if (changed.run) background.begin(this.id);
       },
       failed: server.noticed.bind(server),
     };
-    const body = this.#request(message, chat, model);
-    void generation.run(body, server.key, sink).finally(() => {
+    void run(sink).finally(() => {
       if (this.running !== generation) return;
       this.running = null;
-      this.#ended(message.id);
+      background.end(this.id);
+      this.#ended(message.id, generation.isShared);
     });
   }
 
@@ -274,7 +298,7 @@ export class Conversation {
     };
   }
 
-  #ended(id: string): void {
+  #ended(id: string, isShared: boolean): void {
     const message = this.tree.messages.get(id);
     this.library.ended(this);
     if (!message) return;
@@ -284,6 +308,6 @@ export class Conversation {
     const said = message.failure ? message.failure.message : answer.slice(0, 300);
     ui.announce(`${t(message.end === "error" ? "announce_failed" : "announce_done")} ${said}`);
     void titleByModel(this, message);
-    queues.answered(this, message);
+    void queues.answered(this, message, isShared);
   }
 }

@@ -94,7 +94,13 @@ export class Library {
     if (known) return known;
     const made = new Conversation(this, id, (await this.db?.messages(id)) ?? [], session.chosen);
     this.keep(made);
+    made.resume();
     return made;
+  }
+
+  /** Goes on reading the answers of these chats that the server generates in the background. */
+  async resume(ids: readonly string[]): Promise<void> {
+    for (const id of ids) await this.#opened(id);
   }
 
   /** A question that begins a session, or goes on with the current one. */

@@ -18,6 +18,8 @@ interface Kept {
   closedGroups: string[];
   /** The model names chats after their first answer. */
   modelTitles: boolean;
+  /** Answers are generated in the background, where the server stores responses. */
+  background: boolean;
 }
 
 const KEY = "settings";
@@ -38,6 +40,7 @@ export class Settings {
     sidebar: true,
     closedGroups: [],
     modelTitles: false,
+    background: false,
   });
 
   async load(db: Db | null): Promise<void> {

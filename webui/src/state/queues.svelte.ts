@@ -71,9 +71,25 @@ class Queues {
     conversation.send(first.text, first.attachments);
   }
 
-  /** After an answer: one that is complete, or as long as allowed, is followed by the next message. */
-  answered(conversation: Sender, { end }: Message): void {
-    if (end === "stop" || end === "length") this.sendNext(conversation);
+  /**
+   * After an answer: one that is complete, or as long as allowed, is followed by the next message. `isShared`: other pages
+   * have read the answer, too, and only the first of them sends.
+   */
+  async answered(conversation: Sender, { end }: Message, isShared: boolean): Promise<void> {
+    const [first] = this.of(conversation.id);
+    if (!first || (end !== "stop" && end !== "length")) return;
+    if (!isShared || (await this.#claim(conversation.id, first.id))) this.sendNext(conversation);
+    else this.remove(conversation.id, first.id);
+  }
+
+  /** Takes a message out of the browser's store; false if another page has done that. */
+  async #claim(chat: string, id: string): Promise<boolean> {
+    let isFirst = this.#db === null;
+    await this.#db?.changeValue<[string, Queued[]][]>(KEY, (stored = []) => {
+      isFirst = stored.some(([other, all]) => other === chat && all.some((one) => one.id === id));
+      return stored.map(([other, all]) => [other, all.filter((one) => one.id !== id)]);
+    });
+    return isFirst;
   }
 
   #set(chat: string, queue: readonly Queued[]): void {

@@ -26,6 +26,8 @@ export class Server {
   isKeyRejected = $state(false);
   status = $state<Status>("connecting");
   models = $state.raw<readonly Model[]>([]);
+  /** The server can generate answers in the background. */
+  storesResponses = $state(false);
   /** Tokens per second of the last answer of each model in this browser. */
   speeds = $state.raw<Readonly<Record<string, number>>>({});
   points = $state.raw<readonly Point[]>([]);
@@ -58,9 +60,10 @@ export class Server {
     clearTimeout(this.#timer);
     const asked = ++this.#newest;
     try {
-      const models = await listModels(this.key);
+      const { models, storesResponses } = await listModels(this.key);
       if (asked !== this.#newest) return;
       this.models = models;
+      this.storesResponses = storesResponses;
       this.status = "ready";
       this.isKeyRejected = false;
     } catch (error) {

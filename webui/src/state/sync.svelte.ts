@@ -125,9 +125,10 @@ export class Sync {
     await this.library.replace(mine ? merge(mine, theirs) : theirs);
   }
 
-  /** This browser's copy to the server; an answer in the making waits for its end. */
+  /** This browser's copy to the server; an answer in the making waits for its end, or until others can read it. */
   async #push(id: string): Promise<void> {
-    if (this.library.open.get(id)?.running) return;
+    const running = this.library.open.get(id)?.running;
+    if (running && !running.isShared) return;
     const session = this.library.get(id);
     const base = this.#kept.revisions[id] ?? 0;
     const document = session ? toDocument(await this.library.whole(session)) : null;

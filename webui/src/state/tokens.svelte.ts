@@ -72,14 +72,18 @@ class TokenView {
   /** Null if the chat does not show its tokens, or the answer goes on inside its reasoning. */
   recorder(chat: string, answer: Message): Recorder | null {
     if (!this.isOn(chat) || (answer.content === "" && answer.reasoning)) return null;
-    const aligner = new TokenAligner();
-    const before = this.units(answer, false);
-    const unknown = { text: answer.content, logprob: null, top: [] };
-    let units: readonly Unit[] = before ?? (answer.content === "" ? [] : [unknown]);
+    let aligner = new TokenAligner();
+    const unknown = (text: string) => (text === "" ? [] : [{ text, logprob: null, top: [] }]);
+    const before = this.units(answer, false) ?? unknown(answer.content);
+    let units = before;
     let made: Unit[] = [];
     return {
       seen: (piece) => {
-        if (piece.kind === "tokens") made.push(...aligner.push(piece.tokens, ""));
+        if (piece.kind === "restart") {
+          aligner = new TokenAligner();
+          units = answer.run ? unknown(answer.content.slice(0, answer.run.content)) : before;
+          made = [];
+        } else if (piece.kind === "tokens") made.push(...aligner.push(piece.tokens, ""));
         else if (piece.kind === "text") made.push(...aligner.push([], piece.text));
       },
       draw: (isOver) => {

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
-from llaisys.sampling_params import STOP_STRINGS_MAX
-from llaisys.server.request_schemas import MESSAGES_MAX, MaxEntries, Object, OpenRequest, Tools
+from llaisys.sampling_params import STOP_IDS_MAX, STOP_STRINGS_MAX
+from llaisys.server.request_schemas import MESSAGES_MAX, LogitBias, MaxEntries, Object, OpenRequest, Tools
 
 INCLUDES_MAX = 32
 # OpenAI's bounds of `metadata`.
@@ -48,13 +48,20 @@ class ResponsesRequest(OpenRequest):
     metadata: Annotated[dict[MetadataName, MetadataText], MaxEntries(METADATA_MAX)] | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(STOP_STRINGS_MAX)] | None = None
+    stop_token_ids: Annotated[list[int], MaxEntries(STOP_IDS_MAX)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
     priority: int | None = None
     cache_salt: str | None = None

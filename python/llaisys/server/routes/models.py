@@ -20,10 +20,16 @@ async def list_models(request: Request) -> dict[str, Any]:
     """List every served name.
 
     Codex reads an array `models`, and needs its own instructions for each model in it. It is empty, so that
-    Codex uses its default instructions.
+    Codex uses its default instructions. `stores_responses` tells the web UI whether it can offer background
+    responses.
     """
     state = state_of(request)
-    return {"object": "list", "data": [_card(state, name) for name in state.registry().names], "models": []}
+    return {
+        "object": "list",
+        "data": [_card(state, name) for name in state.registry().names],
+        "models": [],
+        "stores_responses": state.responses is not None,
+    }
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, responses=error_responses(404))

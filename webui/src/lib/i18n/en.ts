@@ -145,6 +145,7 @@ export const en = {
   error_context: "Too long: {wanted} tokens asked for, the context holds {limit}",
   error_gone: "The server cannot be reached",
   error_lost: "The connection ended before the answer did",
+  error_response_gone: "The server no longer has this answer: the rest of it is lost",
   error_key: "The server does not accept the API key",
   error_busy: "The server is busy",
   error_timeout: "The request took too long",
@@ -209,6 +210,9 @@ export const en = {
   queue_add: "Send after the answer",
   queue_add_hint: "Send after the answer (Enter)",
   title_option: "The model titles new chats (one short request after the first answer)",
+  background_option: "Answers go on when this page is closed or reloaded (background responses)",
+  background_help:
+    "Any page with the same API key shows the rest of the answer. The server stores the messages and the answer.",
   title_prompt:
     "Write a title for this conversation: at most six words, in its language, without quotation marks. Only the title.",
   // sessions
