@@ -56,6 +56,10 @@ FEED = """
         const send = (data) => control.enqueue(encoder.encode(`data: ${data}\\n\\n`));
         window.feed = {
           text: (content) => send(JSON.stringify({ choices: [{ delta: { content } }] })),
+          token: (token, logprob) => {
+            const content = [{ token, logprob, bytes: [...encoder.encode(token)], top_logprobs: [] }];
+            send(JSON.stringify({ choices: [{ delta: { content: token }, logprobs: { content } }] }));
+          },
           reasoning: (text) => send(JSON.stringify({ choices: [{ delta: { reasoning_content: text } }] })),
           end: () => { send("[DONE]"); control.close(); },
         };
@@ -232,7 +236,7 @@ class Chat:
         self._fulfill(status=status, body=body, headers={"content-type": "application/json", **headers})
 
     def _fulfill(self, **response: Any) -> None:
-        self.page.unroute(COMPLETIONS)
+        # The newest route wins. Without any, the next request could pass before interception is on again.
         self.page.route(COMPLETIONS, lambda route: route.fulfill(**response))
 
     def reach_server(self) -> None:

@@ -36,8 +36,11 @@ ARRIVALS = {
 }
 
 
-def bounds(*, prefix: bool, n_streams: int = 1) -> Limits:
-    """Return limits with too few cells for all of them, so that some are preempted."""
+def bounds(*, prefix: bool, n_streams: int = 1, n_states_kept: int = 0) -> Limits:
+    """Return limits with too few cells for all of them, so that some are preempted.
+
+    `n_states_kept`: for a model with recurrent layers.
+    """
     return limits(
         max_num_seqs=8,
         max_num_batched_tokens=16,
@@ -47,6 +50,8 @@ def bounds(*, prefix: bool, n_streams: int = 1) -> Limits:
         vocab_size=VOCAB_SIZE,
         n_streams=n_streams,
         enable_prefix_caching=prefix,
+        state_bytes=int(n_states_kept > 0),
+        n_states_kept=n_states_kept,
     )
 
 

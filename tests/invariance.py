@@ -144,6 +144,7 @@ def run(model: Model, setting: Setting) -> tuple[Answers, EngineStats]:
         max_model_len=model.max_len,
         n_threads=setting.n_threads,
         n_streams=limits.n_streams,
+        n_states_kept=limits.n_states_kept,
         nan_fill=True,
     )
     engine = LLMEngine(Executor(Worker(context, _core.SamplerSpec, limits.n_streams)), limits, seed=0)

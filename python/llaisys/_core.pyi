@@ -179,12 +179,20 @@ class Snapshot:
 
 @final
 class KvCache:
-    """The KV cache of a Context without a model, for simulation: cells, sequence ids, cache nodes, KV
-    streams. It has the calls, checks and errors of Context. Any thread may call it. After a panic, every call
-    raises EngineDeadError."""
+    """The KV cache of a Context without a model, for simulation, with its calls, checks and errors. Any
+    thread may call it. After a panic, every call raises EngineDeadError."""
 
-    def __new__(cls, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> KvCache:
-        """Create a cache whose cells are all free. `lifo`: reuse the id or cell that was freed last."""
+    def __new__(
+        cls,
+        *,
+        n_cells: int,
+        n_seq_max: int,
+        n_streams: int = 1,
+        lifo: bool = False,
+        n_states_kept: int | None = None,
+    ) -> KvCache:
+        """Create a free cache. `lifo`: reuse the id or cell that was freed last. `n_states_kept`: for a model
+        with recurrent layers, of which so many nodes may have a state."""
     @property
     def n_cells(self) -> int: ...
     @property
@@ -206,6 +214,11 @@ class KvCache:
     def kv_seq_pos_max(self, seq_id: int) -> int: ...
     def kv_node_cache(self, node: int, seq_id: int, p0: int, p1: int) -> None: ...
     def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_node_relink(self, node: int, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_node_keep_state(self, node: int, seq_id: int) -> None: ...
+    def kv_node_drop_state(self, node: int) -> None: ...
+    @property
+    def n_states_kept(self) -> int: ...
     def kv_node_split(self, node: int, at: int, tail: int) -> None: ...
     def kv_node_trim(self, node: int, at: int) -> None: ...
     def snapshot(self) -> Snapshot: ...
@@ -323,6 +336,7 @@ class Context:
         max_model_len: int,
         n_threads: int,
         n_ranks: int = 1,
+        n_states_kept: int = 0,
         lifo: bool = False,
         nan_fill: bool = False,
         gpu: Gpu | None = None,
@@ -334,6 +348,7 @@ class Context:
 
         - `n_batch`: rows of one ubatch; larger batches are split.
         - `n_ranks`: ranks that the model is split over (tensor parallelism).
+        - `n_states_kept`: cache nodes that may have a recurrent state; without effect in other models.
         - `n_threads`: compute threads of all ranks, at least one for each.
         - `n_streams`: KV streams of `n_cells // n_streams` cells each; must divide `n_cells`. Stream `s` has
           the cells from `s * n_cells // n_streams` on.
@@ -381,8 +396,7 @@ class Context:
     ) -> None:
         """Attach a sampler to a sequence. `output_ids` are the tokens generated so far (after a preemption).
         Rows of a sequence without a sampler are sampled greedily. The last id that a decode samples for a
-        sequence counts as its output. Raises RejectedError for a stale id or a parameter out of its
-        bounds."""
+        sequence counts as its output. Raises RejectedError for a parameter out of its bounds."""
     def decode(
         self,
         tokens: NDArray[np.int32],
@@ -403,7 +417,6 @@ class Context:
         request logits, and bits `[n, ceil(vocab / 32)]`, where a set bit allows its id. `stream` is checked
         against the streams of the rows' sequences. A row of several sequences is stored once and seen by all;
         it is sampled with the sampler of the first one.
-
         Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic), with no side
         effects.
         """
@@ -428,21 +441,37 @@ class Context:
         """Cache the sequence's cells of positions `p0 <= p < p1` in a new node, in which they stay allocated
         after the sequence is released (the prefix cache). The caller chooses the node's id (0 to 2^64 - 1)
         and uses it once. A cell is in at most one node.
-
         Raises RejectedError, with no side effects: an existing node, an empty range, a position that is
         missing in the sequence or already cached."""
     def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None:
         """Let a sequence that ends at `p0` (0 if it is empty) see the node's positions `p0 <= p < p1`: the
-        same cells within a KV stream; across streams K and V are copied into newly allocated cells.
-
+        same cells within a KV stream; across streams K and V are copied into newly allocated cells. With
+        recurrent layers, it can then be continued only from the end of a node with a state.
         Raises ExhaustedError (too few cells for a copy) or RejectedError, with no side effects: an unknown
         node, an empty range, a position that is missing in the node."""
+    def kv_node_relink(self, node: int, seq_id: int, p0: int, p1: int) -> None:
+        """Let a sequence see the node's cells at positions `p0 <= p < p1` in place of its own, which have the
+        same contents. Its recurrent state stays. Raises RejectedError as `kv_node_attach`, and for a node of
+        another KV stream."""
+    def kv_node_keep_state(self, node: int, seq_id: int) -> None:
+        """Let a node have the recurrent state of a sequence that ends where the node ends; nothing is copied.
+        Raises ExhaustedError if `n_states_kept` nodes have one, RejectedError for a node with another end or
+        a sequence without a state."""
+    def kv_node_drop_state(self, node: int) -> None:
+        """Drop a node's recurrent state, if it has one. Raises RejectedError for an unknown node."""
+    @property
+    def n_states_kept(self) -> int: ...
+    def kv_node_export_state(self, node: int) -> NDArray[np.uint8]:
+        """Return a node's recurrent state (GIL released). Raises RejectedError without one."""
+    def kv_node_import_state(self, node: int, data: NDArray[np.uint8]) -> None:
+        """Give a node without a state the bytes of `kv_node_export_state` of a context with the same
+        fingerprint (GIL released). Raises ExhaustedError as `kv_node_keep_state`, or RejectedError."""
     def kv_node_split(self, node: int, at: int, tail: int) -> None:
-        """Move the positions from `at` on to the new node `tail`; those below `at` stay in the node. Raises
-        RejectedError if either part would be empty."""
+        """Move the positions from `at` on, and the recurrent state, to the new node `tail`; those below `at`
+        stay in the node. Raises RejectedError if either part would be empty."""
     def kv_node_trim(self, node: int, at: int) -> None:
-        """Remove the node's positions from `at` on, and the node if none is left. Raises RejectedError if
-        `at` is outside the node."""
+        """Remove the node's positions from `at` on, with its recurrent state, and the node if none is left.
+        Raises RejectedError if `at` is outside the node."""
     def kv_node_export(self, node: int, p0: int, p1: int) -> NDArray[np.uint8]:
         """Return K and V of the node's positions `p0 <= p < p1` (GIL released): for each layer K
         `[p1 - p0][n_kv_heads][d_head]`, then V likewise, in the cells' type, little endian. Raises
@@ -450,7 +479,6 @@ class Context:
     def kv_node_import(self, node: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
         """Create a cache node on newly allocated cells of a stream, at positions from `p0`, with the bytes
         that `kv_node_export` returned in a context with the same fingerprint (GIL released).
-
         Raises ExhaustedError (cells) or RejectedError, with no side effects: an existing node, a number of
         bytes that is not that of whole cells, positions past `max_model_len`."""
     def fingerprint(self) -> str:

@@ -68,6 +68,7 @@ class ModelInfo:
     - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
       of all layers.
     - `state_bytes`: size of the recurrent state of one sequence; 0 without recurrent layers.
+      `recurrent_width`: activations (float32) of one row that only these layers need.
     - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
       `repetition_penalty`).
     - `tokenizer`: the tokenizer of a GGUF. None for a folder, which has a `tokenizer.json` instead.
@@ -105,3 +106,4 @@ class ModelInfo:
     is_encoder: bool = False
     has_score_head: bool = False
     state_bytes: int = 0
+    recurrent_width: int = 0

@@ -1,8 +1,9 @@
-"""Two servers behind `vllm-router`: a chat's next turn goes where its prefix is cached."""
+"""Two servers behind `vllm-router`: affinity to cached prefixes, what is run again, and a drain."""
 
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import Server, serving
+from serving import END_S, Server, long_model, serving
+from sse import chunks
 from waiting import block_until
 
 N_CHATS = 20
@@ -59,10 +61,10 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
 
 
 @contextmanager
-def router(folder: Path, workers: list[Worker], *flags: str) -> Iterator[httpx.Client]:
-    """Start a router over the workers, and yield a client of it."""
+def router(folder: Path, servers: list[Server], *flags: str) -> Iterator[httpx.Client]:
+    """Start a router over the servers, and yield a client of it."""
     port = free_port()
-    urls = [worker.server.url for worker in workers]
+    urls = [server.url for server in servers]
     ports = ("--port", str(port), "--prometheus-port", str(free_port()))
     command = [ROUTER, *ports, "--worker-startup-check-interval", "1", *flags, "--worker-urls", *urls]
     with (
@@ -118,7 +120,7 @@ def test_kv_aware_routes_by_the_events_of_the_workers(workers: list[Worker], tmp
     """The router did not see the first turns, so it knows their places from the events only."""
     sources = [flag for worker in workers for flag in worker.source]
     flags = ("--policy", "kv_aware", "--kv-event-model", "smollm2", *sources)
-    with router(tmp_path, workers, *flags) as client:
+    with router(tmp_path, [worker.server for worker in workers], *flags) as client:
         chats = first_turns("Events")
         answers = [complete(workers[i % 2].server.http, chat) for i, chat in enumerate(chats)]
         assert n_hits(client, chats, answers) >= 0.95 * N_CHATS
@@ -129,7 +131,7 @@ def test_kv_aware_routes_by_the_events_of_the_workers(workers: list[Worker], tmp
 def test_cache_aware_routes_by_the_texts_that_it_has_sent(workers: list[Worker], tmp_path: Path) -> None:
     flags = ("--policy", "cache_aware", "--balance-abs-threshold", "1")
     before = [worker.server.metric("vllm:request_success_total") for worker in workers]
-    with router(tmp_path, workers, *flags) as client:
+    with router(tmp_path, [worker.server for worker in workers], *flags) as client:
         chats = first_turns("Texts")
         with ThreadPoolExecutor(4) as pool:
             answers = [*pool.map(lambda chat: complete(client, chat), chats)]
@@ -139,3 +141,74 @@ def test_cache_aware_routes_by_the_texts_that_it_has_sent(workers: list[Worker],
         ]
         assert min(served) > 0
         assert n_hits(client, chats, answers) >= 0.95 * N_CHATS
+
+
+@contextmanager
+def tiny_servers(folder: Path, *flags: str) -> Iterator[list[Server]]:
+    """Start two servers of the tiny model, which can generate for minutes."""
+    model = str(long_model(folder))
+    shape = ("--num-kv-cells", "65536", "--max-num-seqs", "4", "--dtype", "float32")
+    with ExitStack() as stack:
+        made = []
+        for name in ("a", "b"):
+            (folder / name).mkdir()
+            made.append(stack.enter_context(serving(folder / name, model, *shape, *flags)))
+        yield made
+
+
+def statuses(server: Server) -> list[int]:
+    """Return the statuses of all completions that the server got, from its log."""
+    lines = [json.loads(line) for line in server.log.read_text("utf-8").splitlines() if line.startswith("{")]
+    return [line["status"] for line in lines if line["path"] == "/v1/completions"]
+
+
+@pytest.mark.parametrize(("status", "n_runs"), [(408, 2), (499, 1)])
+def test_a_router_repeats_a_timeout_only_if_it_is_a_408(tmp_path: Path, status: int, n_runs: int) -> None:
+    flags = ("--request-timeout-s", "0.5", "--request-timeout-status", f"{status}")
+    with (
+        tiny_servers(tmp_path, *flags) as servers,
+        router(tmp_path, servers, "--policy", "round_robin", "--retry-max-retries", "2") as client,
+    ):
+        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 60_000, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "request_timeout"
+        for server in servers:
+            server.wait_idle()
+        late = [server.metric("llaisys:rejected_total", reason="request_timeout") for server in servers]
+        assert sum(late) == n_runs
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
+def test_a_drain_behind_a_router_loses_no_request_and_runs_none_twice(tmp_path: Path, policy: str) -> None:
+    """One server gets SIGTERM while it streams: it ends its streams, and the other one gets the rest.
+
+    The circuit of the draining server opens before a request has used up its attempts.
+    """
+    flags = ("--policy", policy, "--balance-abs-threshold", "1", "--cb-failure-threshold", "2")
+    n_clients, n_each = 4, 12
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with (
+        tiny_servers(tmp_path, "--shutdown-timeout", "250") as servers,
+        router(tmp_path, servers, *flags) as client,
+        ThreadPoolExecutor(n_clients) as pool,
+    ):
+
+        def stream(_: int) -> list[dict[str, Any]]:
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return chunks(answer.content)
+
+        answers = [pool.submit(stream, i) for i in range(n_clients * n_each)]
+        leaving, staying = servers
+        leaving.until("vllm:num_requests_running", 2)
+        assert leaving.stop(signal.SIGTERM) == 0
+        for answer in answers:
+            found = answer.result(timeout=END_S)
+            ends = [chunk for chunk in found if "error" in chunk or chunk["choices"][0]["finish_reason"]]
+            assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"]
+            assert len(found) > 1
+        staying.wait_idle()
+        served = [statuses(server).count(200) for server in servers]
+    assert sum(served) == n_clients * n_each
+    assert min(served) >= 2

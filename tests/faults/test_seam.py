@@ -22,14 +22,17 @@ SCENES = {
     "one stream": crowd.bounds(prefix=True),
     "two streams": crowd.bounds(prefix=True, n_streams=2),
     "no prefix cache": crowd.bounds(prefix=False),
+    "recurrent layers": crowd.bounds(prefix=True, n_states_kept=2),
 }
-QUERIES = {"n_cells_free", "n_cells_free_in", "n_seq_free"}
+QUERIES = {"n_cells_free", "n_cells_free_in", "n_seq_free", "n_states_kept"}
 CHANGES = {
     "seq_release",
-    "kv_seq_rm",
     "kv_seq_cp",
     "kv_node_cache",
     "kv_node_attach",
+    "kv_node_relink",
+    "kv_node_keep_state",
+    "kv_node_drop_state",
     "kv_node_split",
     "kv_node_trim",
 }
@@ -43,7 +46,11 @@ class Seam:
         self, limits: Limits, name: str = "", k: int = 0, error: Exception | None = None, times: int = 1
     ) -> None:
         self._context = SimContext(
-            n_cells=limits.n_cells, n_seq_max=limits.max_num_seqs, n_streams=limits.n_streams, lifo=True
+            n_cells=limits.n_cells,
+            n_seq_max=limits.max_num_seqs,
+            n_streams=limits.n_streams,
+            lifo=True,
+            n_states_kept=limits.n_states_kept or None,
         )
         self._fault = name, range(k, k + times), error
         self.asked: Counter[str] = Counter()

@@ -2,7 +2,8 @@
 
 The content of a cell is a hash of all tokens up to its own, as K and V depend on them. It moves with the
 cells through forks, cache nodes and copies. A token therefore depends on every cell of its row, and one wrong
-cell, position or seed changes a completion.
+cell, position or seed changes a completion. With recurrent layers, a row depends on the state of its sequence
+instead, which the context gives to cache nodes and back.
 """
 
 from __future__ import annotations
@@ -61,23 +62,39 @@ class _Sequence:
     spec: SamplerSpec = field(default_factory=lambda: SamplerSpec(temperature=0.0))
     n_output: int = 0
     contents: list[int] = field(default_factory=list)
+    state: int | None = _START
 
 
 @dataclass(slots=True)
 class _CacheNode:
     start: int
     contents: list[int]
+    state: int | None = None
 
 
 class SimContext:
-    """The calls of a Worker. `faults`: the number of later decodes with several sequences that fail."""
+    """The calls of a Worker. `faults`: the number of later decodes with several sequences that fail.
+
+    `n_states_kept`: the model has recurrent layers, and so many cache nodes may have a state.
+    """
 
     isa, weight_bytes, vocab_size = "none", 0, VOCAB_SIZE
     attention_window = None
 
-    def __init__(self, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> None:
-        self.kv_cache = KvCache(n_cells=n_cells, n_seq_max=n_seq_max, n_streams=n_streams, lifo=lifo)
+    def __init__(
+        self,
+        *,
+        n_cells: int,
+        n_seq_max: int,
+        n_streams: int = 1,
+        lifo: bool = False,
+        n_states_kept: int | None = None,
+    ) -> None:
+        self.kv_cache = KvCache(
+            n_cells=n_cells, n_seq_max=n_seq_max, n_streams=n_streams, lifo=lifo, n_states_kept=n_states_kept
+        )
         self.n_cells = n_cells
+        self._is_recurrent = n_states_kept is not None
         self.faults = 0
         self.n_decodes = self.n_rows = self.n_rows_max = 0
         self._sequences: dict[int, _Sequence] = {}
@@ -93,6 +110,10 @@ class SimContext:
     @property
     def n_seq_free(self) -> int:
         return self.kv_cache.n_seq_free
+
+    @property
+    def n_states_kept(self) -> int:
+        return self.kv_cache.n_states_kept
 
     # --- sequences and cells ---
 
@@ -116,12 +137,15 @@ class SimContext:
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         assert p1 < 0, "the engine removes only ends"
         self.kv_cache.kv_seq_rm(seq_id, p0, p1)
-        del self._sequences[seq_id].contents[max(p0, 0) :]
+        sequence = self._sequences[seq_id]
+        del sequence.contents[max(p0, 0) :]
+        sequence.state = sequence.contents[-1] if sequence.contents else _START
 
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         self.kv_cache.kv_seq_cp(src, dst, p0, p1)
         assert len(self._sequences[dst].contents) == p0
         self._sequences[dst].contents += self._sequences[src].contents[p0:p1]
+        self._sequences[dst].state = self._sequences[dst].contents[-1]
 
     def kv_node_cache(self, node_id: int, seq_id: int, p0: int, p1: int) -> None:
         self.kv_cache.kv_node_cache(node_id, seq_id, p0, p1)
@@ -129,18 +153,37 @@ class SimContext:
 
     def kv_node_attach(self, node_id: int, seq_id: int, p0: int, p1: int) -> None:
         self.kv_cache.kv_node_attach(node_id, seq_id, p0, p1)
+        node, sequence = self._nodes[node_id], self._sequences[seq_id]
+        sequence.contents += node.contents[p0 - node.start : p1 - node.start]
+        is_whole = p1 == node.start + len(node.contents)
+        sequence.state = (node.state if is_whole else None) if self._is_recurrent else sequence.contents[-1]
+
+    def kv_node_relink(self, node_id: int, seq_id: int, p0: int, p1: int) -> None:
+        self.kv_cache.kv_node_relink(node_id, seq_id, p0, p1)
         node = self._nodes[node_id]
-        self._sequences[seq_id].contents += node.contents[p0 - node.start : p1 - node.start]
+        own = self._sequences[seq_id].contents[p0:p1]
+        assert own == node.contents[p0 - node.start : p1 - node.start], "relinked to other contents"
+
+    def kv_node_keep_state(self, node_id: int, seq_id: int) -> None:
+        self.kv_cache.kv_node_keep_state(node_id, seq_id)
+        self._nodes[node_id].state = self._sequences[seq_id].state
+
+    def kv_node_drop_state(self, node_id: int) -> None:
+        self.kv_cache.kv_node_drop_state(node_id)
+        self._nodes[node_id].state = None
 
     def kv_node_split(self, node_id: int, at: int, tail: int) -> None:
         self.kv_cache.kv_node_split(node_id, at, tail)
         node = self._nodes[node_id]
-        self._nodes[tail] = _CacheNode(at, node.contents[at - node.start :])
+        self._nodes[tail] = _CacheNode(at, node.contents[at - node.start :], node.state)
+        node.state = None
         del node.contents[at - node.start :]
 
     def kv_node_trim(self, node_id: int, at: int) -> None:
         self.kv_cache.kv_node_trim(node_id, at)
         node = self._nodes[node_id]
+        if at < node.start + len(node.contents):
+            node.state = None
         del node.contents[at - node.start :]
         if not node.contents:
             del self._nodes[node_id]
@@ -162,33 +205,49 @@ class SimContext:
         if REFUSED in token_list:
             raise RejectedError(f"token {REFUSED} is refused")
         contents = self._compute(token_list, seq_list)
+        faulty: set[int] = set()
         if _NAN in contents:  # rows that cannot be sampled are not stored
             good = np.array([not (wanted and c == _NAN) for wanted, c in zip(wants, contents, strict=True)])
+            if self._is_recurrent:  # nor are earlier rows of their sequences
+                faulty = set(seq_ids[~good].tolist())
+                good = np.array([seq_id not in faulty for seq_id in seq_list])
             positions, n_seq_id, seq_ids = positions[good], n_seq_id[good], seq_ids[good]
         if len(positions):
             self.kv_cache.extend(positions, n_seq_id, seq_ids)
         self.n_decodes += 1
         self.n_rows += len(contents)
         self.n_rows_max = max(self.n_rows_max, len(contents))
-        return self._sample(contents, token_list, seq_list, wants)
+        return self._sample(contents, token_list, seq_list, wants, faulty)
 
     def _compute(self, tokens: list[int], seq_ids: list[int]) -> list[int]:
-        """Return the content of each row: that of the last cell of its sequence, grown by its token."""
+        """Return the content of each row: the state of its sequence, grown by its tokens up to this one.
+
+        Without recurrent layers the state is the content of the last cell.
+        """
         contents, last, end = [], None, _START
         for token, seq_id in zip(tokens, seq_ids, strict=True):
             if seq_id != last:
                 if seq_id not in self._sequences:
                     self.kv_cache.kv_seq_pos_max(seq_id)  # raises
-                stored = self._sequences[seq_id].contents
-                last, end = seq_id, stored[-1] if stored else _START
+                state = self._sequences[seq_id].state
+                assert state is not None, "a sequence without a state is computed"
+                last, end = seq_id, state
             end = grow(end, token)
             contents.append(end)
         return contents
 
     def _sample(
-        self, contents: list[int], tokens: list[int], seq_ids: list[int], wants: list[int]
+        self,
+        contents: list[int],
+        tokens: list[int],
+        seq_ids: list[int],
+        wants: list[int],
+        faulty: set[int],
     ) -> SimpleNamespace:
-        """Sample the rows with an output, and remove the cells of rejected drafts."""
+        """Sample the rows with an output, and remove the cells of rejected drafts.
+
+        `faulty`: sequences of which no row is stored.
+        """
         rows, ids, faults = [], [], []
         for row, (content, seq_id, wanted) in enumerate(zip(contents, seq_ids, wants, strict=True)):
             sequence = self._sequences[seq_id]
@@ -199,13 +258,15 @@ class SimContext:
                     if content != _NAN:
                         self.kv_cache.kv_seq_rm(seq_id, len(sequence.contents), -1)
                     continue
-                if content == _NAN:
+                if content == _NAN or seq_id in faulty:
                     ids.append(-1)
                     faults.append((row, "non_finite"))
                     continue
                 ids.append(choose(content, sequence.spec, sequence.n_output))
                 sequence.n_output += 1
-            sequence.contents.append(content)
+            if seq_id not in faulty:
+                sequence.contents.append(content)
+                sequence.state = content
         return SimpleNamespace(
             rows=np.array(rows, np.int32),
             token_ids=np.array(ids, np.int32),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llaisys.engine import prefix_cache
+from llaisys.engine import prefix_tree
 from llaisys.engine.scheduler import Scheduler, SchedulerOutput, SchedulerView
 from sim.drafts import DraftWorld
 from sim.sessions import SessionWorld
@@ -90,12 +90,36 @@ def test_drafts_change_no_token() -> None:
         assert min(totals.values()) > 10
 
 
+def test_recurrent_states_change_no_token() -> None:
+    """Few and many kept states, preemption, choices and short cells: `World` checks the tokens."""
+    totals: Counter[str] = Counter()
+    for seed in seeds():
+        mix = replace(mix_of(seed, N_REQUESTS), n_states=(1, 4, 64)[seed % 3], prefix_caching=True)
+        world = run(seed, mix)
+        stats = world.engine.stats()
+        hits = stats.prefix_hit_tokens
+        totals.update(hits=hits, preempted=stats.num_preempted, evicted=stats.num_evicted_cells)
+        print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, {hits} hits, {totals}")
+        assert hits > 0
+        assert world.context.n_states_kept > 0
+        assert world.engine.reset_prefix_cache()
+        world.engine.check()
+        assert world.context.n_states_kept == 0, "a state is leaked"
+    if len(seeds()) >= N_SEEDS:
+        assert min(totals.values()) > 10
+
+
 def test_sessions_under_pressure() -> None:
-    """Pins are released before a request is preempted, and sessions keep the correct tokens."""
+    """Pins are released before a request is preempted, and sessions keep the correct tokens.
+
+    Every third seed has a model with recurrent layers.
+    """
     calls: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for seed in seeds():
-        world = run(seed, replace(mix_of(seed, 250), prefix_caching=True), SessionWorld)
+        n_states = 24 if seed % 3 == 2 else None
+        mix = replace(mix_of(seed, 250), prefix_caching=True, n_states=n_states)
+        world = run(seed, mix, SessionWorld)
         assert isinstance(world, SessionWorld)
         calls.update(world.n_calls)
         stats = world.engine.stats()
@@ -123,7 +147,7 @@ def leak(world: World, _: pytest.MonkeyPatch) -> None:
 
 def trust_the_first_token(_: World, patch: pytest.MonkeyPatch) -> None:
     """Do not compare a prefix hit token by token."""
-    patch.setattr(prefix_cache, "n_common", lambda a, b: min(len(a), len(b)))
+    patch.setattr(prefix_tree, "n_common", lambda a, b: min(len(a), len(b)))
 
 
 def restart_the_draws(world: World, _: pytest.MonkeyPatch) -> None:

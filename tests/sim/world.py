@@ -53,6 +53,7 @@ class Mix:
     trouble: float = 0.01
     faults: float = 0.002
     prefix_caching: bool = True
+    n_states: int | None = None  # of a model with recurrent layers, that the prefix cache may keep
     n_clients: int = 1  # that have shares; eight clients send requests
 
 
@@ -126,9 +127,15 @@ class World:
             kv_eviction_threshold=rng.choice([1.0, 0.8]),
             timeout_scan_s=0.5,
             n_clients=mix.n_clients,
+            state_bytes=int(mix.n_states is not None),
+            n_states_kept=mix.n_states or 0,
         )
         self.context = SimContext(
-            n_cells=mix.n_cells, n_seq_max=mix.n_running, n_streams=mix.n_streams, lifo=rng.random() < 0.5
+            n_cells=mix.n_cells,
+            n_seq_max=mix.n_running,
+            n_streams=mix.n_streams,
+            lifo=rng.random() < 0.5,
+            n_states_kept=mix.n_states,
         )
         worker = Worker(self.context, SamplerSpec, mix.n_streams)  # type: ignore[arg-type]
         self.kv_events = FollowedBlocks()

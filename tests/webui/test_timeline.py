@@ -41,6 +41,7 @@ def test_a_bar_says_what_a_completion_waited_for(chat: Chat, tiny: Server) -> No
 
 
 def test_a_stopped_completion_has_a_bar_too(chat: Chat) -> None:
+    chat.with_fields(ignore_eos=True)
     chat.send("one")
     expect(chat.text).to_be_visible()
     chat.page.keyboard.press("Escape")

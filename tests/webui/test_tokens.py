@@ -141,19 +141,24 @@ def test_the_keyboard_walks_the_tokens(short_answers: Chat) -> None:
     expect(box).to_be_focused()
 
 
-def test_a_growing_answer_adds_tokens_and_keeps_the_others(chat: Chat) -> None:
+def test_a_growing_answer_adds_tokens_and_keeps_the_others(fed: Chat) -> None:
     """Tokens that are shown stay the same elements while more are generated."""
-    chat.send("one")
-    expect(chat.text).to_be_visible()
-    chat.page.keyboard.press("Escape")
-    chat.done()
-    chat.completion.get_by_role("button", name="Token view").click()
-    chat.send("two")
-    expect(tokens(chat).nth(20)).to_be_attached()
-    first = tokens(chat).first.element_handle()
-    n = tokens(chat).count()
-    expect(tokens(chat).nth(n + 20)).to_be_attached()
-    assert first.evaluate("(element) => element.isConnected")
-    chat.page.keyboard.press("Escape")
-    chat.done()
-    assert chat.complaints == []
+    fed.send("one")
+    fed.feed("first")
+    fed.end()
+    fed.completion.get_by_role("button", name="Token view").click()
+    fed.send("two")
+    grow = """async (from) => {
+        const frame = () => new Promise((done) => requestAnimationFrame(done));
+        while (!window.feed) await frame();
+        for (let i = from; i < from + 20; i++) feed.token(` t${i}`, -i / 10);
+    }"""
+    fed.page.evaluate(grow, 0)
+    expect(tokens(fed)).to_have_count(20)
+    shown = tokens(fed).element_handles()
+    fed.page.evaluate(grow, 20)
+    expect(tokens(fed)).to_have_count(40)
+    assert all(token.evaluate("(element) => element.isConnected") for token in shown)
+    assert texts(tokens(fed)) == [f" t{i}" for i in range(40)]
+    fed.end()
+    assert fed.complaints == []

@@ -29,6 +29,15 @@ describe("the units of a growing text", () => {
     expect(units[0]!.top[0]!.logprob).toBe(-1);
   });
 
+  it("go on after an end mark that follows parts of a character", () => {
+    const aligner = new TokenAligner();
+    expect(aligner.push([token(PART), token("<|end|>"), token("!")], "😀")).toEqual([]);
+    expect(texts(aligner.push([token("?")], "!?"))).toEqual(["😀", "!", "?"]);
+    const ends = Array.from({ length: 8 }, () => token("<|end|>"));
+    expect(aligner.push([token(PART), ...ends, token("!")], "😀!")).toEqual([]);
+    expect(texts(aligner.end())).toEqual(["😀!"]);
+  });
+
   it("wait for text that is held back", () => {
     const aligner = new TokenAligner();
     expect(aligner.push([token("ab")], "a")).toEqual([]);

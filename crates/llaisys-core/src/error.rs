@@ -79,6 +79,9 @@ pub enum Rejected {
     /// Imported keys and values that are not a positive number of whole cells.
     #[error("the data has {got} bytes, expected a positive multiple of {of_cell} (the bytes of a cell)")]
     CellBytes { got: usize, of_cell: usize },
+    /// An import whose length is not that of a recurrent state.
+    #[error("{got} bytes are not a recurrent state, which has {want}")]
+    StateBytes { got: usize, want: usize },
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },
@@ -100,6 +103,9 @@ pub enum Exhausted {
     /// All sequence ids are acquired.
     #[error("all {capacity} sequence ids are acquired")]
     SequenceIds { capacity: usize },
+    /// As many cache nodes have a recurrent state as may.
+    #[error("all {capacity} recurrent states of cache nodes are in use; drop one first")]
+    States { capacity: usize },
 }
 
 /// Understood, not implemented. Each variant names the requested feature and the supported ones.

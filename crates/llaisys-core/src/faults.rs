@@ -78,7 +78,7 @@ pub(crate) mod table {
         Point { name, actions, action, n_left, n_hits }
     }
 
-    static TABLE: [Point; 27] = [
+    static TABLE: [Point; 32] = [
         point("seq.acquire", ENTRY),
         point("seq.release", LEAKS),
         point("seq.set_sampler", ENTRY),
@@ -99,10 +99,15 @@ pub(crate) mod table {
         point("kv.seq_add", ENTRY),
         point("kv.node_cache", ENTRY),
         point("kv.node_attach", ENTRY),
+        point("kv.node_relink", ENTRY),
+        point("kv.node_keep_state", ENTRY),
+        point("kv.node_drop_state", ENTRY),
         point("kv.node_split", ENTRY),
         point("kv.node_trim", ENTRY),
         point("kv.node_export", ENTRY),
         point("kv.node_import", ENTRY),
+        point("kv.node_export_state", ENTRY),
+        point("kv.node_import_state", ENTRY),
         point("weights.replace", ENTRY),
         // A panic at one of these leaves the KV cache's state half-changed, so the context is lost.
         point("kv.change", INSIDE),

@@ -60,7 +60,7 @@ fn scene(n_ranks: usize) -> Scene {
 type Call = (&'static str, fn(&mut Scene) -> Result<()>);
 
 /// Every call of the context that has a fault point.
-const CALLS: [Call; 17] = [
+const CALLS: [Call; 22] = [
     ("seq_acquire", |s| s.loaded.context.seq_acquire(0).map(drop)),
     ("seq_release", |s| s.loaded.context.seq_release(s.b)),
     ("set_sampler", |s| s.loaded.context.set_sampler(s.b, SamplerSpec::default(), &[1], &[])),
@@ -73,6 +73,11 @@ const CALLS: [Call; 17] = [
     ("kv_seq_add", |s| s.loaded.context.kv_seq_add(s.b, 0, -1, 3)),
     ("kv_node_cache", |s| s.loaded.context.kv_node_cache(2, s.a, 12, 15)),
     ("kv_node_attach", |s| s.loaded.context.kv_node_attach(1, s.abroad, 0, 9)),
+    ("kv_node_relink", |s| s.loaded.context.kv_node_relink(1, s.b, 0, 7)),
+    ("kv_node_keep_state", |s| without_states(s.loaded.context.kv_node_keep_state(1, s.a))),
+    ("kv_node_export_state", |s| without_states(s.loaded.context.kv_node_export_state(1).map(drop))),
+    ("kv_node_import_state", |s| without_states(s.loaded.context.kv_node_import_state(1, &s.data))),
+    ("kv_node_drop_state", |s| s.loaded.context.kv_node_drop_state(1)),
     ("kv_node_split", |s| s.loaded.context.kv_node_split(1, 5, 2)),
     ("kv_node_trim", |s| s.loaded.context.kv_node_trim(1, 5)),
     ("kv_node_export", |s| s.loaded.context.kv_node_export(1, 0, 12).map(drop)),
@@ -82,6 +87,14 @@ const CALLS: [Call; 17] = [
         s.loaded.context.replace_weight("model.norm.weight", &shape, &values)
     }),
 ];
+
+/// The model has no recurrent layers, so these calls are rejected after their fault point.
+fn without_states(result: Result<()>) -> Result<()> {
+    match result {
+        Err(Error::Rejected(_)) => Ok(()),
+        result => result,
+    }
+}
 
 /// A decode of several passes over both sequences of the first stream.
 fn both(scene: &Scene) -> Rows {

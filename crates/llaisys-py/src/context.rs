@@ -37,8 +37,8 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, n_ranks = 1, lifo = false, nan_fill = false, gpu = None, pins = true,
-        prune_argmax = false, progress = None
+        max_model_len, n_threads, n_ranks = 1, n_states_kept = 0, lifo = false, nan_fill = false, gpu = None,
+        pins = true, prune_argmax = false, progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -53,6 +53,7 @@ impl Context {
         max_model_len: i64,
         n_threads: i64,
         n_ranks: i64,
+        n_states_kept: i64,
         lifo: bool,
         nan_fill: bool,
         gpu: Option<&Gpu>,
@@ -70,6 +71,7 @@ impl Context {
                 n_cells: n_cells.map_or(Ok(1), |n| count("n_cells", n, i64::from(i32::MAX)))?,
                 n_seq_max: count("n_seq_max", n_seq_max, SEQ_LIMIT as i64)?,
                 n_streams: count("n_streams", n_streams, STREAM_LIMIT as i64)?,
+                n_states_kept: natural("n_states_kept", n_states_kept)? as usize,
                 lifo,
                 nan_fill,
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
@@ -242,6 +244,27 @@ impl Context {
         self.core.detached(py, |core| core.kv_node_attach(node, SeqId::from_raw(seq_id), p0, p1))
     }
 
+    /// Let a sequence see a node's cells in place of its own.
+    fn kv_node_relink(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.core.brief(py, |core| core.kv_node_relink(node, SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Let a node have the recurrent state of a sequence.
+    fn kv_node_keep_state(&self, py: Python<'_>, node: u64, seq_id: i64) -> PyResult<()> {
+        self.core.brief(py, |core| core.kv_node_keep_state(node, SeqId::from_raw(seq_id)))
+    }
+
+    /// Drop the recurrent state of a node.
+    fn kv_node_drop_state(&self, py: Python<'_>, node: u64) -> PyResult<()> {
+        self.core.brief(py, |core| core.kv_node_drop_state(node))
+    }
+
+    /// Cache nodes that have a recurrent state.
+    #[getter]
+    fn n_states_kept(&self, py: Python<'_>) -> PyResult<usize> {
+        self.core.brief(py, |core| Ok(core.n_states_kept()))
+    }
+
     /// Move a node's positions from `at` on to the new node `tail`.
     fn kv_node_split(&self, py: Python<'_>, node: u64, at: i32, tail: u64) -> PyResult<()> {
         self.core.brief(py, |core| core.kv_node_split(node, at, tail))
@@ -256,6 +279,23 @@ impl Context {
     fn kv_node_export(&self, py: Python<'_>, node: u64, p0: i32, p1: i32) -> PyResult<Py<PyArray1<u8>>> {
         let data = self.core.detached(py, |core| core.kv_node_export(node, p0, p1))?;
         Ok(PyArray1::from_vec(py, data).unbind())
+    }
+
+    /// The recurrent state of a node; the GIL is released.
+    fn kv_node_export_state(&self, py: Python<'_>, node: u64) -> PyResult<Py<PyArray1<u8>>> {
+        let data = self.core.detached(py, |core| core.kv_node_export_state(node))?;
+        Ok(PyArray1::from_vec(py, data).unbind())
+    }
+
+    /// Give a node the recurrent state from an export; the GIL is released.
+    fn kv_node_import_state(
+        &self,
+        py: Python<'_>,
+        node: u64,
+        data: PyReadonlyArray1<'_, u8>,
+    ) -> PyResult<()> {
+        let data = owned("data", &data).map_err(|fault| fault.into_py(py))?;
+        self.core.detached(py, |core| core.kv_node_import_state(node, &data))
     }
 
     /// Create a node with K and V from an export; the GIL is released.

@@ -80,15 +80,26 @@ impl KvCache {
 #[pymethods]
 impl KvCache {
     #[new]
-    #[pyo3(signature = (*, n_cells, n_seq_max, n_streams = 1, lifo = false))]
-    fn new(py: Python<'_>, n_cells: i64, n_seq_max: i64, n_streams: i64, lifo: bool) -> PyResult<Self> {
+    #[pyo3(signature = (*, n_cells, n_seq_max, n_streams = 1, lifo = false, n_states_kept = None))]
+    fn new(
+        py: Python<'_>,
+        n_cells: i64,
+        n_seq_max: i64,
+        n_streams: i64,
+        lifo: bool,
+        n_states_kept: Option<i64>,
+    ) -> PyResult<Self> {
         let made = guarded(|| {
-            Core::new(KvShape {
+            let shape = KvShape {
                 n_cells: count("n_cells", n_cells, i64::from(i32::MAX))?,
                 n_seq_max: count("n_seq_max", n_seq_max, SEQ_LIMIT as i64)?,
                 n_streams: count("n_streams", n_streams, STREAM_LIMIT as i64)?,
                 lifo,
-            })
+            };
+            match n_states_kept {
+                None => Core::new(shape),
+                Some(n) => Core::with_states(shape, natural("n_states_kept", n)? as usize),
+            }
         });
         let core = made.map_err(|fault| fault.into_py(py))?;
         Ok(Self { core: Mutex::new(Some(core)) })
@@ -181,6 +192,27 @@ impl KvCache {
     /// Let a sequence that ends at `p0` see a node's positions.
     fn kv_node_attach(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
         self.call(py, |kv| kv.node_attach(node, SeqId::from_raw(seq_id), p0, p1).map(|_no_tensors| ()))
+    }
+
+    /// Let a sequence see a node's cells in place of its own.
+    fn kv_node_relink(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.call(py, |kv| kv.node_relink(node, SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Let a node have the recurrent state of a sequence.
+    fn kv_node_keep_state(&self, py: Python<'_>, node: u64, seq_id: i64) -> PyResult<()> {
+        self.call(py, |kv| kv.node_keep_state(node, SeqId::from_raw(seq_id)))
+    }
+
+    /// Drop the recurrent state of a node.
+    fn kv_node_drop_state(&self, py: Python<'_>, node: u64) -> PyResult<()> {
+        self.call(py, |kv| kv.node_drop_state(node))
+    }
+
+    /// Cache nodes that have a recurrent state.
+    #[getter]
+    fn n_states_kept(&self, py: Python<'_>) -> PyResult<usize> {
+        self.call(py, |kv| Ok(kv.n_states_kept()))
     }
 
     /// Move a node's positions from `at` on to the new node `tail`.

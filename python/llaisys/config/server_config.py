@@ -172,6 +172,11 @@ class ServerConfig(BaseModel):
         description="seconds within which a client must read some of its response; otherwise it is "
         "disconnected, which frees its KV cells",
     )
+    request_timeout_status: int = Field(
+        408,
+        description="status of a request that exceeds request_timeout_s, 408 or 499; set 499 behind a "
+        "router, which runs a request that got 408 again",
+    )
     timeout_keep_alive_s: float = Field(
         5.0, gt=0, description="seconds that a connection may be idle between two requests"
     )
@@ -226,6 +231,14 @@ class ServerConfig(BaseModel):
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @field_validator("request_timeout_status")
+    @classmethod
+    def _timeout_status(cls, value: int) -> int:
+        """Accept the HTTP status of a timeout, and the one that neither routers nor clients retry."""
+        if value not in (408, 499):
+            raise ValueError(f"{value} is not a status of a timeout; expected 408 or 499")
+        return value
 
     @field_validator("root_path")
     @classmethod

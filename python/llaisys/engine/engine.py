@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from llaisys.engine.batch import Batch, Chunk, StepResult
-from llaisys.engine.engine_output import EngineOutput, TokenLogprobs
+from llaisys.engine.engine_output import EngineOutput, TokenLogprobs, token_output
 from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.kv_blocks import KvEvents
@@ -297,16 +297,17 @@ class LLMEngine:
         self._round_robin = plan.round_robin
         self._last_deadline_scan_s = now_s if plan.scanned_deadlines else self._last_deadline_scan_s
         self._last_cleanup_s = now_s if plan.cleaned_cache else self._last_cleanup_s
-        expired = [self._open[ordinal] for ordinal in plan.expire]
-        computed = [(r, r.num_computed, r.stream) for r in expired if isinstance(r.state, Running)]
-        outputs = [self._finish(request, Expired(now_s - request.source.arrival_s)) for request in expired]
-        for ordinal in plan.preempt:
-            self._preempt(self._open[ordinal])
+        # First, because the states after what ended requests computed may replace others.
         pins = {
             each.ordinal: self._kv_cache.pin_prefix(self._open[each.ordinal], each.n_cached, each.source)
             for each in plan.admit
             if each.n_cached and each.fork is None
         }
+        expired = [self._open[ordinal] for ordinal in plan.expire]
+        computed = [(r, r.num_computed, r.stream) for r in expired if isinstance(r.state, Running)]
+        outputs = [self._finish(request, Expired(now_s - request.source.arrival_s)) for request in expired]
+        for ordinal in plan.preempt:
+            self._preempt(self._open[ordinal])
         if self._kv_cache.caches_prefixes:
             self.stats_recorder.num_evicted_cells += self._kv_cache.evict(plan.n_free_wanted)
         # Sessions pin only now what expired requests computed: the plan counts these cells as evictable.
@@ -330,6 +331,7 @@ class LLMEngine:
                 raise BrokenInvariant("a sequence id that should be free is lost") from error
             return [self._finish(request, Failed(error))]
         request.state = advance(request.state, Admitted(seq_id, admission.stream))
+        request.state_stops = admission.state_stops
         self.requests.start(request)
         self._structured.start_compiling(request)
         if pin is not None:
@@ -402,7 +404,7 @@ class LLMEngine:
             else:
                 request.num_computed += 1
                 event, entry = request.append_token(ids[item]), logprobs.get(item)
-                output = _output(request, [ids[item]], [entry] if entry else None)
+                output = token_output(request, [ids[item]], [entry] if entry else None)
                 outputs.append(output if event is None else self._finish(request, event, output))
         for item, chunk in enumerate(batch.chunks, len(batch.decode)):
             request = chunk.request
@@ -414,6 +416,8 @@ class LLMEngine:
             request.last_step = step
             if chunk.samples:
                 outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
+            else:
+                self._kv_cache.cache_chunk(request)
         if self._kv_cache.has_window:
             for item in range(len(batch)):
                 self._reclaim(batch.request(item))
@@ -435,7 +439,7 @@ class LLMEngine:
         if self._speculator is not None:
             self._speculator.record_accepted(request, n_drafts, n_kept - 1)
         self._timelines.record_drafts(request, n_drafts, n_kept - 1)
-        output = _output(request, token_ids[:n_kept], entries and entries[:n_kept])
+        output = token_output(request, token_ids[:n_kept], entries and entries[:n_kept])
         output.num_accepted_prediction_tokens = request.num_accepted_prediction_tokens
         output.num_rejected_prediction_tokens = request.num_rejected_prediction_tokens
         outputs.append(output if event is None else self._finish(request, event, output))
@@ -455,7 +459,7 @@ class LLMEngine:
         self._kv_cache.cache_computed(request)
         is_first = request.num_output == 0
         event = request.append_token(token_id)
-        output = _output(request, [token_id], [logprobs] if logprobs else None)
+        output = token_output(request, [token_id], [logprobs] if logprobs else None)
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
             if request.wants_prompt_logprobs:
@@ -492,8 +496,3 @@ class LLMEngine:
         output.finish_reason, output.stop_reason, output.error = state.reason, state.stop_reason, state.error
         output.last = is_last
         return output
-
-
-def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput:
-    """Return the output for new tokens of a choice."""
-    return EngineOutput(request.request_id, token_ids, logprobs, index=request.index)

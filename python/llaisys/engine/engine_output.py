@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llaisys.errors import LlaisysError
 from llaisys.outputs import FinishReason, RequestId
+
+if TYPE_CHECKING:
+    from llaisys.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +64,10 @@ class EngineOutput:
 def rejected_output(request_id: RequestId, error: LlaisysError) -> EngineOutput:
     """Return the only output of a request that was rejected, or that ends with its engine."""
     return EngineOutput(request_id, [], None, FinishReason.ERROR, error=error, last=True)
+
+
+def token_output(
+    request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+) -> EngineOutput:
+    """Return the output for new tokens of a choice."""
+    return EngineOutput(request.request_id, token_ids, logprobs, index=request.index)

@@ -16,7 +16,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, as_ids
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
+from llaisys.engine.prefix_tree import as_ids
 
 BLOCK_TOKENS = 16
 _BLOCK_BYTES = BLOCK_TOKENS * as_ids(()).itemsize
@@ -98,7 +99,7 @@ class KvBlocks:
                 blocks = self._of_node.get(edit.node_id, [])
                 self._set(edit.tail, [block for block in blocks if block[0] > edit.at])
                 self._set(edit.node_id, [block for block in blocks if block[0] <= edit.at])
-            else:
+            elif isinstance(edit, TrimNode):
                 blocks = self._of_node.get(edit.node_id, [])
                 self._remove([hash_ for end, hash_ in blocks if end > edit.at])
                 self._set(edit.node_id, [block for block in blocks if block[0] <= edit.at])

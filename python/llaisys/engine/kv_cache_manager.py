@@ -20,8 +20,9 @@ from llaisys.engine.kv_cache_planner import (
     reclaimable_end,
 )
 from llaisys.engine.limits import Limits
-from llaisys.engine.prefix_cache import AddNode, CacheEdit, Pin, PrefixCache
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, KeepState, Pin, PrefixCache
 from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
+from llaisys.engine.state_stops import keeps_state
 from llaisys.engine.worker import Worker
 
 
@@ -43,7 +44,8 @@ class KvCacheManager:
         self._window = worker.attention_window
         self.n_streams = limits.n_streams
         self.caches_prefixes = limits.enable_prefix_caching
-        self.prefix_cache = PrefixCache(limits.n_streams)
+        n_states = limits.n_states_kept if limits.state_bytes else None
+        self.prefix_cache = PrefixCache(limits.n_streams, n_states)
 
     @property
     def cache_to_plan(self) -> PrefixCache | None:
@@ -92,13 +94,16 @@ class KvCacheManager:
         has_forks = not self.caches_prefixes and any(request.num_shared for request in running)
         if n_used < n_own + n_cached or (n_used > n_own + n_cached and not has_forks):
             raise BrokenInvariant(f"{n_used} cells are used; requests own {n_own}, the cache has {n_cached}")
+        n_states = self._worker.n_states_kept
+        if n_states != self.prefix_cache.n_states:
+            raise BrokenInvariant(f"{n_states} states are kept, the cache has {self.prefix_cache.n_states}")
 
     # --- before a batch ---
 
     def pin_prefix(self, request: Request, n_tokens: int, stream: int) -> Pin:
-        """Pin the first tokens of a request, which are cached in a KV stream."""
+        """Pin the first tokens of a request, which are cached in a KV stream, and the state after them."""
         salt, ids = request.source.cache_salt, request.token_ids
-        pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream)
+        pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream, needs_state=True)
         self._apply(edits)
         return pin
 
@@ -135,9 +140,8 @@ class KvCacheManager:
 
         Within one KV stream the request keeps the pin; cells copied to another stream are its own.
         """
-        salt, ids = request.source.cache_salt, request.token_ids
-        match = self.prefix_cache.match(salt, ids, pin.n_tokens, source)
-        self._worker.attach_nodes(match.parts, request.seq_id)
+        self._worker.attach_nodes(pin.parts(), request.seq_id)
+        self.prefix_cache.release_state(pin)
         request.num_computed = pin.n_tokens
         if source == request.stream:
             request.pin, request.num_shared = pin, pin.n_tokens
@@ -165,11 +169,14 @@ class KvCacheManager:
         n_tokens, n_linked = request.num_computed, request.num_shared
         edits = self._insert(request)
         request.num_shared = n_tokens
-        if n_linked + _n_added(edits) < n_tokens:
-            salt, ids = request.source.cache_salt, request.token_ids
-            match = self.prefix_cache.match(salt, ids, n_tokens, request.stream)
-            parts = [(node_id, max(p0, n_linked), p1) for node_id, p0, p1 in match.parts if p1 > n_linked]
-            self._worker.relink_nodes(parts, request.seq_id, n_linked)
+        if request.pin is not None and n_linked + _n_added(edits) < n_tokens:
+            parts = [(node_id, max(p0, n_linked), p1) for node_id, p0, p1 in request.pin.parts()]
+            self._worker.relink_nodes([part for part in parts if part[2] > n_linked], request.seq_id)
+
+    def cache_chunk(self, request: Request) -> None:
+        """Cache a computed part of a prompt if the recurrent state after it is worth keeping."""
+        if self._limits.n_states_kept and keeps_state(request):
+            self.cache_computed(request)
 
     def reclaim(self, request: Request) -> None:
         """Free the cells behind the attention window, if every layer has one and there are enough of them."""
@@ -201,9 +208,16 @@ class KvCacheManager:
         """Return a digest of everything that K and V depend on except tokens and positions."""
         return self._worker.fingerprint()
 
-    def pin_session(self, salt: str, ids: Sequence[int], stream: int) -> Pin | None:
-        """Pin the cached part of a session's path; None if nothing is cached."""
-        pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream, of_session=True)
+    def pin_session(
+        self, salt: str, ids: Sequence[int], stream: int, *, is_restoring: bool = False
+    ) -> Pin | None:
+        """Pin the cached part of a session's path, and its recurrent state; None if nothing is cached.
+
+        `is_restoring`: pin also the cells whose recurrent state is not restored yet.
+        """
+        match = self.prefix_cache.match(salt, ids, len(ids), stream)
+        n_tokens = match.n_same if is_restoring else match.n_tokens
+        pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream, of_session=True, needs_state=True)
         self._apply(edits)
         if pin.n_tokens:
             return pin
@@ -232,7 +246,7 @@ class KvCacheManager:
         """
         n_positions = len(ids) - at
         self.evict([n_positions if s == stream else 0 for s in range(self.n_streams)])
-        n_cached = self.prefix_cache.match(salt, ids, len(ids), stream).n_tokens
+        n_cached = self.prefix_cache.match(salt, ids, len(ids), stream).n_same
         if n_cached < at or self._worker.n_cells_free[stream] < n_positions:
             return False
         pin, edits = self.prefix_cache.insert(salt, ids, stream)
@@ -246,6 +260,29 @@ class KvCacheManager:
         self.prefix_cache.unpin(pin)
         return True
 
+    def export_state(
+        self, salt: str, ids: Sequence[int], stream: int
+    ) -> tuple[int, NDArray[np.uint8]] | None:
+        """Return the last kept recurrent state of a path: the number of tokens before it, and its bytes.
+
+        None if no state is kept.
+        """
+        match = self.prefix_cache.match(salt, ids, len(ids), stream)
+        if self.prefix_cache.n_states_max is None or not match.parts:
+            return None
+        return match.n_tokens, self._worker.export_state(match.parts[-1][0])
+
+    def import_state(self, salt: str, ids: Sequence[int], stream: int, data: NDArray[np.uint8]) -> None:
+        """Keep the recurrent state after `ids`, unless the path is not cached or pins need all states."""
+        pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream)
+        self._apply(edits)
+        for edit in self.prefix_cache.keep_state(pin) if pin.n_tokens == len(ids) else ():
+            if isinstance(edit, KeepState):
+                self._worker.import_state(edit.node_id, data)
+            else:
+                self._worker.edit_cache([edit])
+        self.prefix_cache.unpin(pin)
+
     def invalidate(self, salt: str, ids: Sequence[int], stream: int, start: int) -> None:
         """Remove the positions of a path from `start` on from the prefix cache, except pinned ones."""
         self._apply(self.prefix_cache.invalidate(salt, ids, stream, start))
@@ -255,7 +292,7 @@ class KvCacheManager:
     def _insert(self, request: Request) -> Sequence[CacheEdit]:
         salt, ids = request.source.cache_salt, request.token_ids[: request.num_computed]
         request.pin, edits = self.prefix_cache.insert(salt, ids, request.stream, request.pin)
-        self._worker.edit_cache(edits, request.seq_id)
+        self._worker.edit_cache((*edits, *self.prefix_cache.keep_state(request.pin)), request.seq_id)
         if self._blocks is not None:
             self._blocks.apply(edits, salt, ids)
         return edits

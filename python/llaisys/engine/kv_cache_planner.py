@@ -42,13 +42,15 @@ class Placement:
     """Where an admitted request starts: in the KV stream `stream`, with its first `n_cached` tokens computed.
 
     Those tokens are in the stream `source`: in cells of the sibling `fork`, otherwise in the prefix cache.
-    There, the admission pins `n_pinned` evictable cells.
+    There, the admission pins `n_pinned` evictable cells. `n_same`: the tokens that the prefix cache has,
+    including those after the last kept recurrent state.
     """
 
     stream: int
     n_cached: int = 0
     source: int = 0
     n_pinned: int = 0
+    n_same: int = 0
     fork: Request | None = None
 
 
@@ -157,7 +159,8 @@ class KvCachePlanner:
             if stream != best.source and left[stream] >= n_cells:
                 # The cached part is copied if it can stay in its own stream until then.
                 can_copy = left[best.source] >= best.n_pinned
-                return replace(best, stream=stream) if can_copy else Placement(stream, source=stream)
+                alone = Placement(stream, source=stream, n_same=best.n_same)
+                return replace(best, stream=stream) if can_copy else alone
         return None
 
     def admit(self, request: Request, placement: Placement) -> None:
@@ -174,18 +177,19 @@ class KvCachePlanner:
 
     def _place_at_prefix(self, request: Request, left: Sequence[int]) -> Placement:
         """Return the placement that reuses the longest computed prefix, up to `num_reusable` tokens."""
-        limit, leader = request.num_reusable, request.leader
+        limit, leader, n_same = request.num_reusable, request.leader, 0
         if self._prefix_cache is not None:
             salt, ids = request.source.cache_salt, request.token_ids
             releasing = [freed.pin for freed in self._freed if freed.pin is not None]
             match = self._prefix_cache.match(salt, ids, limit, releasing=releasing)
             if match.n_tokens:
-                return Placement(match.stream, match.n_tokens, match.stream, match.n_evictable)
+                return Placement(match.stream, match.n_tokens, match.stream, match.n_evictable, match.n_same)
+            n_same = match.n_same
         elif self._forks and leader is not None and self._runs(leader) and not leader.num_reclaimed:
             n_shared = min(limit, request.num_prompt - 1, leader.num_computed)
             return Placement(leader.stream, n_shared, leader.stream, fork=leader)
         emptiest = max(range(len(left)), key=lambda s: (left[s], -s))
-        return Placement(emptiest, source=emptiest)
+        return Placement(emptiest, source=emptiest, n_same=n_same)
 
     def _runs(self, request: Request) -> bool:
         return request in self._running and request not in self._freed

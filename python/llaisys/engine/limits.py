@@ -36,14 +36,15 @@ class Limits:
     - `timeout_scan_s`: seconds between two checks of the deadlines.
     - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
     - `max_sessions`: sessions of all clients, and saved sessions of each. `session_kv_share`: the share of
-      the cells that sessions may pin.
+      the cells, and of the kept recurrent states, that sessions may pin.
     - `session_store`: the folder of saved sessions. With None they cannot be saved.
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.
     - `max_logprobs`: logprobs of one token in `logprobs`, `prompt_logprobs` and `logprob_token_ids`; -1 is no
       limit.
-    - `state_bytes`: the recurrent state of one sequence; 0 without recurrent layers. With a state, choices of
-      a request do not share their prompt.
+    - `state_bytes`: the recurrent state of one sequence; 0 without recurrent layers. `n_states_kept`: states
+      that the prefix cache may keep. Without one it is off, and choices of a request do not share their
+      prompt.
     - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
@@ -76,6 +77,7 @@ class Limits:
     max_logprobs: int = 20
     speculates: bool = False
     state_bytes: int = 0
+    n_states_kept: int = 0
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:

@@ -32,6 +32,7 @@ class WorkerSettings:
     """The arguments of a context; the names are those of `_core.Context`.
 
     - `n_cells`: KV cells. None stands for as many as fit in the GPU's memory.
+    - `n_states_kept`: recurrent states that cache nodes may have.
     - `shows_progress`: show a progress bar on stderr while the weights are loaded.
     - `is_encoder`: the arguments are those of `_core.Encoder`, which has no cells.
     """
@@ -51,6 +52,7 @@ class WorkerSettings:
     memory_nodes: tuple[int, ...] = ()
     n_streams: int = 1
     n_ranks: int = 1
+    n_states_kept: int = 0
     prune_argmax: bool = False
     gpu: GpuSettings | None = None
     shows_progress: bool = False
@@ -59,6 +61,8 @@ class WorkerSettings:
 
 # The KV cache takes 1/_KV_SHARE of the available memory if nothing is configured.
 _KV_SHARE = 5
+# Recurrent states of cached prefixes take 1/_KEPT_SHARE of it, up to _KEPT_PER_SEQUENCE for each sequence.
+_KEPT_SHARE, _KEPT_PER_SEQUENCE = 10, 4
 # The suffix of vLLM's name for int8.
 _PER_HEAD = "_per_token_head"
 # The core allocates cells in contiguous ranges of this size, so a multiple of it wastes no cell.
@@ -128,8 +132,9 @@ def size_engine(
         draft_cell_bytes = draft.kv_bytes_per_cell[kv_dtype]
         memory_bytes = max(0, memory_bytes - draft.packed_bytes["auto"])
     n_seqs = _n_seqs(config, info, memory_bytes)
+    n_kept = _n_states_kept(config, info, memory_bytes, n_seqs)
     # A step writes a new state of each of its sequences before the old one is dropped.
-    state_bytes = 2 * n_seqs * info.state_bytes
+    state_bytes = (2 * n_seqs + n_kept) * info.state_bytes
     memory_bytes = max(0, memory_bytes - state_bytes)
     configured, setting = _configured_cells(config, cell_bytes), "kv_cache_memory_bytes"
     if configured is not None:
@@ -162,8 +167,9 @@ def size_engine(
         n_clients=n_clients,
         speculates=config.speculative_config is not None,
         state_bytes=info.state_bytes,
-        # A prefix ends where no state was kept.
-        enable_prefix_caching=config.enable_prefix_caching and not info.state_bytes,
+        n_states_kept=n_kept,
+        # A prefix ends where a state is kept.
+        enable_prefix_caching=config.enable_prefix_caching and bool(n_kept or not info.state_bytes),
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     n_threads = config.num_threads or cpus.n
@@ -182,6 +188,7 @@ def size_engine(
         memory_nodes=cpus.memory_nodes,
         n_streams=config.num_kv_streams,
         n_ranks=config.tensor_parallel_size,
+        n_states_kept=n_kept,
         prune_argmax=gpu is None and _prunes_argmax(config),
         gpu=gpu,
     )
@@ -197,7 +204,8 @@ def size_engine(
         f"context {limits.max_model_len} tokens{cut}"
     )
     if info.state_bytes:
-        summary += f"; recurrent states of {n_seqs} requests: {_mib(state_bytes)}; no prefix caching"
+        kept = f" and {n_kept} cached prefixes" if n_kept else ", without a prefix cache"
+        summary += f"; recurrent states of {n_seqs} requests{kept}: {_mib(state_bytes)}"
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
     draft_settings = None
@@ -231,8 +239,8 @@ def _kv_events(config: EngineConfig, info: ModelInfo) -> KvEventsConfig | None:
         )
     if info.state_bytes:
         raise UnsupportedError(
-            f"kv_events_config publishes the prefix cache, which {info.architecture} does not have; "
-            "leave it out",
+            f"kv_events_config publishes cached blocks, and {info.architecture} can continue only after some "
+            "of them, where a recurrent state is kept; leave it out",
             param="kv_events_config",
         )
     if find_spec("zmq") is None:
@@ -351,6 +359,14 @@ def _n_seqs(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> int:
     return max(1, min(n_seqs, budget // (2 * info.state_bytes)))
 
 
+def _n_states_kept(config: EngineConfig, info: ModelInfo, memory_bytes: int, n_seqs: int) -> int:
+    """Return the number of recurrent states that the prefix cache may keep."""
+    if not info.state_bytes or not config.enable_prefix_caching:
+        return 0
+    budget = max(0, memory_bytes - _weight_bytes(config, info)) // _KEPT_SHARE
+    return min(_KEPT_PER_SEQUENCE * n_seqs, budget // info.state_bytes)
+
+
 def _n_seqs_configured(config: EngineConfig) -> int:
     most = config.max_concurrent_requests
     if most is None:
@@ -430,7 +446,7 @@ def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
     n_ranks = config.tensor_parallel_size
     n_streams, n_logits = (2, 1) if n_ranks == 1 else (4 * n_ranks, 4 + n_ranks)
     q, kv = info.n_heads * info.d_head, info.n_kv_heads * info.d_head
-    row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head
+    row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head + info.recurrent_width
     n_rows = config.max_num_batched_tokens
     n_requests = min(n_rows, config.max_num_seqs)
     return _FLOAT_BYTES * (n_rows * row + n_logits * n_requests * info.vocab_size)

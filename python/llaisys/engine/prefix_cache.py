@@ -9,16 +9,22 @@ V are linked within one KV stream only. Hits are compared token by token (by sli
 
 Eviction releases the least recently used path, by the time of its last unpin. `_unpinned` has this order,
 with every node before its parent. So its first node is always a leaf, and eviction never searches.
+
+In a model with recurrent layers, a request can continue only from a position whose recurrent state is kept. A
+node may have the state after its last token, and a hit ends at the deepest such node. The states have a
+bound and a least recently used order of their own, `_states`. A node that lost its state stays on the path to
+deeper ones.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from llaisys.engine.prefix_tree import Key, Node, as_ids, check_node, walk
 from llaisys.engine.request import BrokenInvariant
 
 # Number of evicted continuations that are remembered, so that a miss can have the reason "evicted".
@@ -51,7 +57,24 @@ class TrimNode:
     at: int
 
 
-CacheEdit: TypeAlias = AddNode | SplitNode | TrimNode
+@dataclass(frozen=True, slots=True)
+class KeepState:
+    """Let node `node_id` have the recurrent state of the inserted sequence, which ends where the node ends.
+
+    A split moves the state to the tail, a trim drops it.
+    """
+
+    node_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropState:
+    """Drop the recurrent state of node `node_id`."""
+
+    node_id: int
+
+
+CacheEdit: TypeAlias = AddNode | SplitNode | TrimNode | KeepState | DropState
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +85,10 @@ class Miss:
     - `differs`: the cached path continues with `cached` instead of `token`.
     - `salt`: this salt has cached nothing, another salt has. Tokens are not compared, so that tenants learn
       nothing about each other. `empty`: nothing is cached from here on.
+    - `state`: it is cached, but no recurrent state is kept from here on.
     """
 
-    reason: Literal["limit", "evicted", "differs", "salt", "empty"]
+    reason: Literal["limit", "evicted", "differs", "salt", "empty", "state"]
     position: int
     token: int
     cached: int | None = None
@@ -77,6 +101,7 @@ class Match:
     - `parts`: (node_id, p0, p1) in order of positions. The last part may be only the head of its node.
     - `miss`: the reason why the next token is not cached. None if every token is cached.
     - `n_evictable`: number of these cells that are not pinned.
+    - `n_same`: number of tokens that are cached, including those after the last kept recurrent state.
     """
 
     n_tokens: int
@@ -84,20 +109,28 @@ class Match:
     stream: int
     miss: Miss | None
     n_evictable: int = 0
+    n_same: int = 0
 
 
 class Pin:
     """A pinned path: its first `n_tokens` tokens are not evicted until `unpin`, which must be called once.
 
-    `of_session`: the pin belongs to a session, not to a running request.
+    - `of_session`: the pin belongs to a session, not to a running request.
+    - `needs_state`: the recurrent state at its end is not dropped either, until `PrefixCache.release_state`.
     """
 
-    __slots__ = ("_node", "n_tokens", "of_session")
+    __slots__ = ("_node", "n_tokens", "needs_state", "of_session")
 
-    def __init__(self, node: Node, *, of_session: bool) -> None:
+    def __init__(self, node: Node, *, of_session: bool, needs_state: bool) -> None:
         self._node: Node | None = node
         self.n_tokens = node.end
         self.of_session = of_session
+        self.needs_state = needs_state
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Return the nodes of the path as (node_id, p0, p1), in order of positions."""
+        path = [node for node in _pinned_node(self).upward() if node.parent is not None]
+        return [(node.node_id, node.start, node.end) for node in reversed(path)]
 
 
 class PrefixCache:
@@ -109,9 +142,13 @@ class PrefixCache:
     - A node is in `_unpinned` of its KV stream exactly if no pin ends at it or below it. It is before its
       parent.
     - A tree without a node and without a pin is removed.
+    - At most `n_states_max` nodes have a recurrent state (`_states`, the least recently used first).
     """
 
-    def __init__(self, n_streams: int = 1) -> None:
+    def __init__(self, n_streams: int = 1, n_states_max: int | None = None) -> None:
+        """`n_states_max`: the number of recurrent states; None for a model without recurrent layers."""
+        self.n_states_max = n_states_max
+        self._states: OrderedDict[Node, None] = OrderedDict()
         self._roots: dict[Key, Node] = {}
         self._unpinned: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(n_streams)]
         self._n_cached = [0] * n_streams
@@ -135,13 +172,19 @@ class PrefixCache:
         """Return the longest cached prefix of `tokens`, up to `limit` tokens.
 
         Searches all KV streams if `stream` is None and returns the first of equal matches. `releasing`: pins
-        that the caller will release. Cells that only one of them pins count as evictable.
+        that the caller will release. Cells that only one of them pins count as evictable. With recurrent
+        layers, the prefix ends where a state is kept.
         """
         ids = as_ids(tokens)
         streams = range(len(self._unpinned)) if stream is None else (stream,)
         private = {node for pin in releasing for node in _pinned_node(pin).upward() if node.n_pins == 1}
         found = [self._match_in((salt, s), ids, limit, private) for s in streams]
-        return max(found, key=lambda match: match.n_tokens)
+        return max(found, key=lambda match: (match.n_tokens, match.n_same))
+
+    @property
+    def n_states(self) -> int:
+        """Number of nodes that have a recurrent state."""
+        return len(self._states)
 
     def n_cached(self, stream: int = 0) -> int:
         """Return the number of cached cells of a KV stream."""
@@ -171,7 +214,14 @@ class PrefixCache:
     # --- changes ---
 
     def pin(
-        self, salt: str, tokens: Sequence[int], n: int, stream: int = 0, *, of_session: bool = False
+        self,
+        salt: str,
+        tokens: Sequence[int],
+        n: int,
+        stream: int = 0,
+        *,
+        of_session: bool = False,
+        needs_state: bool = False,
     ) -> tuple[Pin, tuple[CacheEdit, ...]]:
         """Pin the cached part of the first `n` tokens, whose length is the pin's `n_tokens`.
 
@@ -179,7 +229,14 @@ class PrefixCache:
         """
         edits: list[CacheEdit] = []
         lowest = self._descend((salt, stream), as_ids(tokens)[:n], edits)
-        return self._pin(lowest, of_session=of_session), tuple(edits)
+        pinned = self._pin(lowest, of_session=of_session, needs_state=needs_state)
+        return pinned, tuple(edits)
+
+    def release_state(self, pin: Pin) -> None:
+        """Let the recurrent state at the end of a pin be dropped; idempotent."""
+        if pin.needs_state:
+            _pinned_node(pin).n_needing_state -= 1
+            pin.needs_state = False
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin; nodes without another pin become the most recently used.
@@ -187,6 +244,7 @@ class PrefixCache:
         Raises BrokenInvariant if the pin was released before.
         """
         lowest = _pinned_node(pin)
+        self.release_state(pin)
         pin._node = None
         self._n_pins -= 1
         for node in lowest.upward():
@@ -215,10 +273,31 @@ class PrefixCache:
             self._n_cached[stream] += len(leaf.tokens)
             node = leaf
             edits.append(AddNode(leaf.node_id, leaf.start, leaf.end))
-        pinned = self._pin(node, of_session=False)
+        pinned = self._pin(node, of_session=False, needs_state=False)
         if pin is not None:
             self.unpin(pin)
         return pinned, tuple(edits)
+
+    def keep_state(self, pin: Pin) -> tuple[CacheEdit, ...]:
+        """Keep the recurrent state at the end of a pin, and make it the most recently used; return the edits.
+
+        Drops the least recently used state if there are too many. Keeps nothing if pins need all states.
+        """
+        node = _pinned_node(pin)
+        if not self.n_states_max or node.parent is None:
+            return ()
+        if node in self._states:
+            self._states.move_to_end(node)
+            return ()
+        edits: list[CacheEdit] = []
+        if len(self._states) >= self.n_states_max:
+            oldest = next((each for each in self._states if not each.n_needing_state), None)
+            if oldest is None:
+                return ()
+            del self._states[oldest]
+            edits.append(DropState(oldest.node_id))
+        self._states[node] = None
+        return (*edits, KeepState(node.node_id))
 
     def evict(self, n_cells: int, stream: int = 0) -> tuple[int, tuple[CacheEdit, ...]]:
         """Release up to `n_cells` unpinned cells, from the end of the least recently used path.
@@ -266,6 +345,8 @@ class PrefixCache:
             )
         if not all(root.children or root.n_pins for root in self._roots.values()):
             raise BrokenInvariant("an empty tree was not removed")
+        if not self._states.keys() <= {node for _, node in nodes} or self.n_states > (self.n_states_max or 0):
+            raise BrokenInvariant(f"{self.n_states} states are kept, of {self.n_states_max}, or of no node")
         for stream, order in enumerate(self._unpinned):
             cached = [node for s, node in nodes if s == stream and node.parent is not None]
             evictable = [node for node in cached if node.n_pins == 0]
@@ -282,16 +363,27 @@ class PrefixCache:
     def _match_in(self, key: Key, ids: array[int], limit: int, private: Set[Node]) -> Match:
         root = self._roots.get(key)
         path = [] if root is None else walk(root, ids, limit)
-        parts = tuple((node.node_id, node.start, node.start + n) for node, n in path[1:])
+        n_same = sum(n for _, n in path)
+        usable = path if self.n_states_max is None else self._up_to_state(path)
+        parts = tuple((node.node_id, node.start, node.start + n) for node, n in usable[1:])
         n_tokens = parts[-1][2] if parts else 0
         if n_tokens == len(ids):
             miss = None
+        elif n_tokens < n_same:
+            miss = Miss("state", n_tokens, ids[n_tokens])
         elif n_tokens == limit:
             miss = Miss("limit", n_tokens, ids[n_tokens])
         else:
             miss = self._miss(key, path, n_tokens, ids[n_tokens])
-        n_evictable = sum(n for node, n in path[1:] if node.n_pins == 0 or node in private)
-        return Match(n_tokens, parts, key[1], miss, n_evictable)
+        n_evictable = sum(n for node, n in usable[1:] if node.n_pins == 0 or node in private)
+        return Match(n_tokens, parts, key[1], miss, n_evictable, n_same)
+
+    def _up_to_state(self, path: list[tuple[Node, int]]) -> list[tuple[Node, int]]:
+        """Return the path up to its last node that is whole and has a recurrent state."""
+        n_nodes = len(path)
+        while n_nodes > 1 and not (path[n_nodes - 1][0] in self._states and _is_whole(path[n_nodes - 1])):
+            n_nodes -= 1
+        return path[:n_nodes]
 
     def _miss(self, key: Key, path: list[tuple[Node, int]], position: int, token: int) -> Miss:
         last, n_matched = path[-1] if path else (None, 0)
@@ -331,8 +423,12 @@ class PrefixCache:
         edits.append(SplitNode(head.node_id, node.start, node.node_id))
         return head
 
-    def _pin(self, lowest: Node, *, of_session: bool) -> Pin:
+    def _pin(self, lowest: Node, *, of_session: bool, needs_state: bool) -> Pin:
         stream = lowest.key[1]
+        if needs_state:
+            lowest.n_needing_state += 1
+            if lowest in self._states:
+                self._states.move_to_end(lowest)
         for node in lowest.upward():
             if node.n_pins == 0 and node.parent is not None:
                 del self._unpinned[stream][node]
@@ -342,7 +438,7 @@ class PrefixCache:
                 self._n_session_pinned += 0 if node.n_session_pins else len(node.tokens)
                 node.n_session_pins += 1
         self._n_pins += 1
-        return Pin(lowest, of_session=of_session)
+        return Pin(lowest, of_session=of_session, needs_state=needs_state)
 
     def _mark_used_last(self, node: Node) -> None:
         """Make an unpinned node the most recently used."""
@@ -353,6 +449,7 @@ class PrefixCache:
         """Release the positions `>= at` of an unpinned leaf; remove the leaf if none is left."""
         stream, n_kept = leaf.key[1], at - leaf.start
         token, n_trimmed = leaf.tokens[n_kept], leaf.end - at
+        self._states.pop(leaf, None)
         self._n_cached[stream] -= n_trimmed
         self._n_evictable[stream] -= n_trimmed
         if n_kept > 0:
@@ -375,121 +472,12 @@ class PrefixCache:
             del self._roots[key]
 
 
+def _is_whole(matched: tuple[Node, int]) -> bool:
+    node, n_matched = matched
+    return n_matched == len(node.tokens)
+
+
 def _pinned_node(pin: Pin) -> Node:
     if pin._node is None:
         raise BrokenInvariant("this pin was released before")
     return pin._node
-
-
-# --- the trees ---
-
-# A tree's salt and KV stream.
-Key: TypeAlias = tuple[str, int]
-
-
-class Node:
-    """A node of a radix tree: the tokens at the positions `start <= p < end`. A root has no tokens.
-
-    - `key`: salt and KV stream of its tree. `node_id`: its cache node in the core.
-    - `n_pins`: number of pins that end at this node or below. `n_session_pins`: those of sessions.
-    - `children`: child nodes by their first token.
-    - `serial`: identifies this object. After a split, this object and the pins on it are the tail.
-    """
-
-    __slots__ = (
-        "children",
-        "key",
-        "n_pins",
-        "n_session_pins",
-        "node_id",
-        "parent",
-        "serial",
-        "start",
-        "tokens",
-    )
-
-    def __init__(self, key: Key, number: int, start: int, tokens: array[int]) -> None:
-        self.key = key
-        self.node_id = self.serial = number
-        self.start = start
-        self.tokens = tokens
-        self.n_pins = self.n_session_pins = 0
-        self.parent: Node | None = None
-        self.children: dict[int, Node] = {}
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.start + len(self.tokens)
-
-    @property
-    def owner(self) -> Key | int:
-        """The key under which evicted children are remembered. A root has its tree's, which outlives it."""
-        return self.key if self.parent is None else self.serial
-
-    def adopt(self, child: Node) -> None:
-        """Make `child` a child of this node; it replaces a child with the same first token."""
-        child.parent = self
-        self.children[child.tokens[0]] = child
-
-    def upward(self) -> Iterator[Node]:
-        """Iterate from this node over its parents to the root."""
-        node: Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def subtree(self) -> list[Node]:
-        """Return this node and all nodes below it, parents first."""
-        nodes = [self]
-        for node in nodes:
-            nodes.extend(node.children.values())
-        return nodes
-
-
-def as_ids(tokens: Sequence[int]) -> array[int]:
-    """Return token ids as an array, without a copy if they are one."""
-    return tokens if isinstance(tokens, array) else array("i", tokens)
-
-
-def n_common(a: array[int], b: array[int]) -> int:
-    """Return the length of the longest common prefix. Bisects by comparing slices, at memory speed."""
-    same, differs = 0, min(len(a), len(b)) + 1
-    while differs - same > 1:
-        middle = (same + differs) // 2
-        if a[same:middle] == b[same:middle]:
-            same = middle
-        else:
-            differs = middle
-    return same
-
-
-def walk(root: Node, ids: array[int], limit: int) -> list[tuple[Node, int]]:
-    """Return the path of `ids[:limit]` from the root on: each node and the number of its tokens that match.
-
-    Only the last node may match partly. The cost is linear in the nodes of the path.
-    """
-    node, at = root, 0
-    path = [(root, 0)]
-    while at < limit and at < len(ids) and at == node.end:
-        child = node.children.get(ids[at])
-        if child is None:
-            break
-        n_same = n_common(child.tokens, ids[at : min(at + len(child.tokens), limit)])
-        path.append((child, n_same))
-        node, at = child, at + n_same
-    return path
-
-
-def check_node(node: Node, unpinned: Collection[Node]) -> None:
-    """Verify a node against its children and the list of unpinned nodes; raises BrokenInvariant."""
-    for token, child in node.children.items():
-        if child.parent is not node or child.start != node.end or child.tokens[:1] != array("i", [token]):
-            raise BrokenInvariant(f"node {child.node_id} has the wrong parent, start or first token")
-    if node.n_pins < sum(child.n_pins for child in node.children.values()):
-        raise BrokenInvariant(f"node {node.node_id} has fewer pins than its children")
-    n_below = sum(child.n_session_pins for child in node.children.values())
-    if not n_below <= node.n_session_pins <= node.n_pins:
-        raise BrokenInvariant(f"node {node.node_id} counts {node.n_session_pins} session pins")
-    if (node in unpinned) != (node.n_pins == 0 and node.parent is not None):
-        raise BrokenInvariant(f"node {node.node_id} is wrongly listed as pinned or unpinned")

@@ -218,6 +218,7 @@ class Request:
     - `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: verified drafts from its prediction
       that became output, and the others.
     - `last_step`: the last step that computed a token of it. `pin`: its pinned path while it runs.
+    - `state_stops`: positions at which chunks of its prompt end, for recurrent layers; set at its admission.
 
     Invariants: `num_computed < len(token_ids) <= token_limit` until it is finished; `num_computed` is 0
     unless it runs.
@@ -240,6 +241,7 @@ class Request:
     num_rejected_prediction_tokens: int = 0
     last_step: int = -1
     pin: Pin | None = None
+    state_stops: tuple[int, ...] = ()
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pool: Pool | None = None
     state: State = field(default_factory=Waiting)

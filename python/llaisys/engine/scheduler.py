@@ -28,6 +28,7 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.prefix_cache import PrefixCache
 from llaisys.engine.request import Request
 from llaisys.engine.request_queue import DeficitRoundRobin, RoundRobinState, WaitingQueue, queue_key
+from llaisys.engine.state_stops import next_stop, state_stops
 from llaisys.engine.step_speed import StepSpeed
 
 
@@ -61,7 +62,7 @@ class Admission:
     """A waiting request gets a sequence in the KV stream `stream`, with its first `n_cached` tokens computed.
 
     They are linked or copied from the stream `source`: from the sibling `fork` (an ordinal), otherwise from
-    the prefix cache.
+    the prefix cache. `state_stops`: where chunks of its prompt end so that recurrent states can be kept.
     """
 
     ordinal: int
@@ -69,6 +70,7 @@ class Admission:
     n_cached: int = 0
     source: int = 0
     fork: int | None = None
+    state_stops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class ScheduledChunk:
 class SchedulerOutput:
     """The plan of one step. The engine carries it out in this order:
 
-    1. End the requests of `expire`, then preempt those of `preempt`.
-    2. Pin the prefixes of `admit`, and evict until `n_free_wanted` cells are free in each KV stream.
+    1. Pin the prefixes of `admit`, end the requests of `expire`, and preempt those of `preempt`.
+    2. Evict until `n_free_wanted` cells are free in each KV stream.
     3. Start the requests of `admit`.
     4. Compute one token for each of `decode`, with its number of `drafts`, and `chunks`, in one batch.
 
@@ -334,7 +336,7 @@ class _Step:
             head = None if candidates is None or not n_slots else candidates.peek_within(budget)
             if mine is not None and (head is None or mine.source.priority <= head.source.priority):
                 self._cells.allocate(mine, mine.stream, -1)  # return the cell of its batch slot
-                yield _Prefill(mine, mine.num_computed, mine.stream)
+                yield _Prefill(mine, mine.num_computed, mine.stream, mine.state_stops)
                 mine = next(running, None)
             elif head is not None and candidates is not None:
                 n_slots -= 1
@@ -345,13 +347,14 @@ class _Step:
     def _admit(self, request: Request, placement: Placement) -> _Prefill:
         stream, n_cached, source = placement.stream, placement.n_cached, placement.source
         fork = None if placement.fork is None else placement.fork.ordinal
-        self._admitted.append(Admission(request.ordinal, stream, n_cached, source, fork))
-        return _Prefill(request, n_cached, stream)
+        stops = state_stops(request, n_cached, placement.n_same) if self._limits.n_states_kept else ()
+        self._admitted.append(Admission(request.ordinal, stream, n_cached, source, fork, stops))
+        return _Prefill(request, n_cached, stream, stops)
 
     def _grant_tokens(self, prefill: _Prefill, budget: PrefillBudget, *, all_served: bool) -> None:
         """Add the missing tokens of a prompt, as far as cells and budget allow."""
         n_cells = self._cells.available(prefill.request, prefill.stream)
-        n_wanted = min(prefill.n_missing, n_cells)
+        n_wanted = min(prefill.n_until_stop, n_cells)
         n_tokens = budget.grant(prefill.request, n_wanted, prefill.n_tokens, all_served=all_served)
         self._cells.allocate(prefill.request, prefill.stream, n_tokens)
         prefill.n_tokens += n_tokens
@@ -359,16 +362,23 @@ class _Step:
 
 @dataclass(slots=True)
 class _Prefill:
-    """The part of a prompt in this step: `n_tokens` tokens from `start` on."""
+    """The part of a prompt in this step: `n_tokens` tokens from `start` on, up to the next of `stops`."""
 
     request: Request
     start: int
     stream: int
+    stops: tuple[int, ...] = ()
     n_tokens: int = 0
 
     @property
     def n_missing(self) -> int:
         return len(self.request.token_ids) - self.start - self.n_tokens
+
+    @property
+    def n_until_stop(self) -> int:
+        """Missing tokens that this step may compute."""
+        stop = next_stop(self.stops, self.start)
+        return self.n_missing if stop is None else stop - self.start - self.n_tokens
 
     def chunk(self) -> ScheduledChunk:
         return ScheduledChunk(self.request.ordinal, self.start, self.n_tokens, self.n_missing == 0)

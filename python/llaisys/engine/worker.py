@@ -23,11 +23,11 @@ from llaisys.engine.batch import AcceptedTokens, Batch, Mask, StepResult
 from llaisys.engine.engine_output import TokenLogprobs
 from llaisys.engine.load_progress import model_load
 from llaisys.engine.memory import GpuSettings, WorkerSettings
-from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, DropState, KeepState, SplitNode, TrimNode
 from llaisys.engine.request import BrokenInvariant, Request
+from llaisys.engine.sampler_arguments import sampler_arguments
 from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.model_info import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
-from llaisys.sampling_params import ALL_LOGPROBS, TOKENS_MAX
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, Gpu, Progress, SamplerSpec
@@ -80,6 +80,11 @@ class Worker:
         """Number of KV cells in use."""
         return self._context.n_cells - self._context.n_cells_free
 
+    @property
+    def n_states_kept(self) -> int:
+        """Number of cache nodes that have a recurrent state."""
+        return self._context.n_states_kept
+
     def describe(self) -> str:
         """Return instruction set, bytes of weights and KV cells, for the log."""
         context = self._context
@@ -100,7 +105,7 @@ class Worker:
     def open_sequence(self, request: Request, stream: int = 0) -> int:
         """Acquire a sequence id in a KV stream and set the request's sampler. Releases the id after an
         error."""
-        spec = self._make_spec(**_spec_arguments(request))
+        spec = self._make_spec(**sampler_arguments(request))
         ids = np.array(request.token_ids, np.int32)
         seq_id = self._context.seq_acquire(stream)
         try:
@@ -128,11 +133,10 @@ class Worker:
         for node_id, p0, p1 in parts:
             self._change(self._context.kv_node_attach, node_id, seq_id, p0, p1)
 
-    def relink_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
-        """Replace the sequence's own cells after its first `n_tokens` tokens with parts of the prefix
-        cache."""
-        self.trim_sequence(seq_id, n_tokens)
-        self.attach_nodes(parts, seq_id)
+    def relink_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
+        """Replace the sequence's own cells with those of these parts of the prefix cache."""
+        for node_id, p0, p1 in parts:
+            self._change(self._context.kv_node_relink, node_id, seq_id, p0, p1)
 
     def edit_cache(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
         """Apply edits of the prefix cache; `seq_id` is the inserted sequence."""
@@ -144,6 +148,10 @@ class Worker:
                     self._change(self._context.kv_node_split, node_id, at, tail)
                 case TrimNode(node_id, at):
                     self._change(self._context.kv_node_trim, node_id, at)
+                case KeepState(node_id):
+                    self._change(self._context.kv_node_keep_state, node_id, seq_id)
+                case DropState(node_id):
+                    self._change(self._context.kv_node_drop_state, node_id)
 
     def fingerprint(self) -> str:
         """Return a digest of everything that K and V depend on except tokens and positions.
@@ -155,6 +163,14 @@ class Worker:
     def export_cells(self, node_id: int, p0: int, p1: int) -> NDArray[np.uint8]:
         """Return K and V of the positions `p0 <= p < p1` of a cache node, as bytes (uint8, one dimension)."""
         return self._context.kv_node_export(node_id, p0, p1)
+
+    def export_state(self, node_id: int) -> NDArray[np.uint8]:
+        """Return the recurrent state of a cache node, as bytes (uint8, one dimension)."""
+        return self._context.kv_node_export_state(node_id)
+
+    def import_state(self, node_id: int, data: NDArray[np.uint8]) -> None:
+        """Give a cache node an exported recurrent state."""
+        self._change(self._context.kv_node_import_state, node_id, data)
 
     def import_cells(self, wanted: AddNode, stream: int, at: int, data: NDArray[np.uint8]) -> None:
         """Create the node of an edit on new cells, from exported `data` of the positions from `at` on.
@@ -302,6 +318,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
             n_threads=settings.n_threads,
             n_streams=settings.n_streams,
             n_ranks=settings.n_ranks,
+            n_states_kept=settings.n_states_kept,
             pins=settings.pins,
             prune_argmax=settings.prune_argmax,
             gpu=None if settings.gpu is None else _gpu(settings.gpu),
@@ -380,37 +397,6 @@ def inspect_model(path: Path) -> ModelInfo:
     facts: dict[str, Any] = json.loads(_core.inspect(str(path)))
     tokenizer = facts.pop("tokenizer")
     return ModelInfo(**facts, tokenizer=None if tokenizer is None else GgufTokenizer(**tokenizer))
-
-
-def _spec_arguments(request: Request) -> dict[str, Any]:
-    params, scored = request.source.params, request.source.score_token_ids or ()
-    return {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "typical_p": params.typical_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "logit_bias": list(params.logit_bias.items()),
-        "allowed_ids": list(params.allowed_token_ids or ()),
-        "bad_words": [list(word) for word in request.source.bad_word_ids],
-        "min_tokens": params.min_tokens,
-        "stop_ids": sorted(request.stop_ids),
-        "seed": request.seed,
-        "choice": request.index,
-        "top_logprobs": _n_logprobs(0 if scored else params.logprobs),
-        "logprob_ids": list(scored or params.logprob_token_ids or ()),
-        "prompt_logprobs": _n_logprobs(params.prompt_logprobs) if request.wants_prompt_logprobs else -1,
-    }
-
-
-def _n_logprobs(requested: int | None) -> int:
-    """Return the core's value: -1 turns logprobs off, and the vocabulary limits a larger number."""
-    if requested is None:
-        return -1
-    return TOKENS_MAX if requested == ALL_LOGPROBS else requested
 
 
 def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:

@@ -21,6 +21,7 @@ from llaisys import errors
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 CONTEXT_LENGTH = "context_length_exceeded"
+REQUEST_TIMEOUT = "request_timeout"
 # Statuses that any request may get: wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
 # server that is loading or shutting down.
 COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
@@ -133,7 +134,7 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.UnsupportedError: Row(400, INVALID_REQUEST, "unsupported_value"),
     errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
     errors.QueueFullError: Row(429, "rate_limit_error", "server_overloaded"),
-    errors.RequestTimeoutError: Row(408, "timeout_error", "request_timeout", retry=False),
+    errors.RequestTimeoutError: Row(408, "timeout_error", REQUEST_TIMEOUT, retry=False),
     errors.RequestFailedError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
     ),
@@ -220,7 +221,7 @@ def shutting_down() -> ApiError:
 def ended(reason: str) -> ApiError:
     """Return the error of a generation that was canceled (499, as in proxies), timed out (408) or failed
     (500)."""
-    code = {"abort": "cancelled", "timeout": "request_timeout"}.get(reason, "request_failed")
+    code = {"abort": "cancelled", "timeout": REQUEST_TIMEOUT}.get(reason, "request_failed")
     status = {"abort": 499, "timeout": 408}.get(reason, 500)
     api_error = ApiError(status, f"The request ended early: {code}.", code=code, kind=SERVER_ERROR)
     return api_error.with_headers(NO_RETRY)
@@ -241,7 +242,7 @@ def bodies_too_large() -> ApiError:
 def body_too_slow(seconds: float) -> ApiError:
     """Return 408: a body that did not arrive in time."""
     message = f"The request body did not arrive within {seconds:g} seconds."
-    api_error = ApiError(408, message, code="request_timeout", kind="timeout_error")
+    api_error = ApiError(408, message, code=REQUEST_TIMEOUT, kind="timeout_error")
     return api_error.with_headers({**NO_RETRY, "connection": "close"})
 
 
@@ -274,7 +275,9 @@ def to_json(value: Any) -> bytes:
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return Anthropic's error object, as https://docs.anthropic.com/en/api/errors defines it."""
-    kind = ANTHROPIC_KINDS.get(error.status_code, INVALID_REQUEST if error.status_code < 500 else "api_error")
+    # A timeout may have another status than 408 (`request_timeout_status`).
+    status = 408 if error.code == REQUEST_TIMEOUT else error.status_code
+    kind = ANTHROPIC_KINDS.get(status, INVALID_REQUEST if status < 500 else "api_error")
     # Anthropic's documented words, by which agents recognize that they must shorten the conversation.
     words = "prompt is too long: " if error.code == CONTEXT_LENGTH else ""
     return {"type": "error", "error": {"type": kind, "message": f"{words}{error.message}"}}

@@ -82,24 +82,28 @@ def serve(config: Config) -> int:
     certificate), and the errors of loading the model.
     """
     check_exposure(config)
-    log_writer = _start_log(config)
+    log_writer = start_server_log(config)
     n_connections = raise_file_limit()
     tls = tls_options(config)
-    keys = Keyring.of(config)
-    config = config.model_copy(update={"api_key": ()})  # keep only the hashes
-    with (
-        listening(config) as listener,
-        _chats(config) as chats,
-        _responses(config) as responses,
-        _tracer(config) as tracer,
-    ):
+    with listening(config) as listener, server_state(config) as state:
         listener.limit.maximum = n_connections
-        state = ServerState(config, keys=keys, chats=chats, responses=responses, tracer=tracer)
         state.metrics.count_connections(listener.limit.stats, log_writer)
-        return asyncio.run(Lifecycle(config, listener, state, tls).run())
+        return asyncio.run(Lifecycle(state.config, listener, state, tls).run())
 
 
-def _start_log(config: Config) -> LineWriter:
+@contextlib.contextmanager
+def server_state(config: Config) -> Iterator[ServerState]:
+    """Yield the state of a server that is loading, with its stores and its tracer; close them at the end.
+
+    Its configuration has no API keys, only their hashes. Raises RejectedError for invalid files.
+    """
+    keys = Keyring.of(config)
+    config = config.model_copy(update={"api_key": ()})
+    with _chats(config) as chats, _responses(config) as responses, _tracer(config) as tracer:
+        yield ServerState(config, keys=keys, chats=chats, responses=responses, tracer=tracer)
+
+
+def start_server_log(config: Config) -> LineWriter:
     """Log to stderr. The lines of requests have no prefix, because they are JSON objects."""
     writer = start_log(config.log_level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

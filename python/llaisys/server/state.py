@@ -17,6 +17,7 @@ from llaisys.errors import EngineDeadError, QueueFullError, RejectedError
 from llaisys.outputs import RequestId
 from llaisys.registry import ModelRegistry
 from llaisys.server.http_errors import (
+    REQUEST_TIMEOUT,
     ApiError,
     engine_dead,
     loading,
@@ -192,10 +193,16 @@ class ServerState:
         return None if self.models.is_ready() else engine_dead()
 
     def wire_error(self, error: Exception, request_id: str) -> ApiError:
-        """Return the error as the client receives it. The end of an engine during a drain is a shutdown."""
+        """Return the error as the client receives it.
+
+        The end of an engine during a drain is a shutdown. A timeout has the configured status.
+        """
         if self.draining and isinstance(error, EngineDeadError):
             return shutting_down()
-        return to_api_error(error, request_id)
+        api_error = to_api_error(error, request_id)
+        if api_error.code == REQUEST_TIMEOUT:
+            api_error.status_code = self.config.request_timeout_status
+        return api_error
 
 
 def state_of(request: Request) -> ServerState:

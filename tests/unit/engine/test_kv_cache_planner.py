@@ -151,7 +151,7 @@ def planner_of(
 def test_a_request_is_placed_in_the_stream_with_most_of_its_prefix() -> None:
     index = cached((0, [1, 2]), (1, [1, 2, 3]))
     made = planner_of((50, 20), index).can_admit(request(1, [1, 2, 3, 4]))
-    assert made == Placement(1, n_cached=3, source=1, n_pinned=3)
+    assert made == Placement(1, n_cached=3, source=1, n_pinned=3, n_same=3)
 
 
 def test_without_a_cached_prefix_the_emptiest_stream_is_chosen() -> None:
@@ -175,7 +175,7 @@ def test_a_prefix_is_copied_to_the_emptiest_stream_with_free_cells(
     """The request needs 12 cells in all, and pins three of them in the source stream."""
     index = cached((0, [1, 2, 3]), n_streams=4)
     assert planner_of(free, index).can_admit(request(1, [1, 2, 3, 4])) == Placement(
-        stream, 3, source=0, n_pinned=3
+        stream, 3, source=0, n_pinned=3, n_same=3
     )
 
 
@@ -189,8 +189,10 @@ def test_a_prefix_that_cannot_stay_until_the_copy_is_recomputed() -> None:
     running = [request(1, [1] * 4, computed=4, limit=6)]
     index = cached((0, [1, 2, 3]), n_streams=2)
     copied = planner_of((2, 20), index, running).can_admit(request(2, [1, 2, 3, 4]))
-    assert copied == Placement(1, 3, source=0, n_pinned=3)
-    assert planner_of((1, 20), index, running).can_admit(request(2, [1, 2, 3, 4])) == Placement(1, source=1)
+    assert copied == Placement(1, 3, source=0, n_pinned=3, n_same=3)
+    assert planner_of((1, 20), index, running).can_admit(request(2, [1, 2, 3, 4])) == Placement(
+        1, source=1, n_same=3
+    )
 
 
 def test_each_admission_reduces_the_allocatable_cells() -> None:
@@ -200,7 +202,7 @@ def test_each_admission_reduces_the_allocatable_cells() -> None:
     for ordinal in (1, 2):
         next_one = request(ordinal, [1, 2, 3, 4])
         place = admission.can_admit(next_one)
-        assert place == Placement(0, 3, source=0, n_pinned=3)
+        assert place == Placement(0, 3, source=0, n_pinned=3, n_same=3)
         admission.admit(next_one, place)
     assert admission.can_admit(request(3, [9])) == Placement(0, source=0), (
         "33 - 2 * (9 + 3) = 9 cells: just enough"

@@ -202,7 +202,7 @@ def test_kv_events_need_the_prefix_cache_and_pyzmq(monkeypatch: pytest.MonkeyPat
         sized(kv_events_config=on, enable_prefix_caching=False)
     assert error.value.param == "kv_events_config"
     recurrent = replace(inspect_model(Path("fake")), state_bytes=64)
-    with pytest.raises(UnsupportedError, match="does not have; leave it out"):
+    with pytest.raises(UnsupportedError, match="where a recurrent state is kept; leave it out"):
         size_engine(Config(kv_events_config=on), recurrent, 100 * MIB, Cpus(2))
     monkeypatch.setattr(memory, "find_spec", lambda _: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'llaisys\[kv-events\]'"):

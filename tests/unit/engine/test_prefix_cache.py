@@ -14,13 +14,12 @@ from llaisys.engine import prefix_cache
 from llaisys.engine.prefix_cache import (
     AddNode,
     Miss,
-    Node,
     Pin,
     PrefixCache,
     SplitNode,
     TrimNode,
-    n_common,
 )
+from llaisys.engine.prefix_tree import Node, n_common
 from llaisys.engine.request import BrokenInvariant
 
 

@@ -1,5 +1,7 @@
 """The prefix cache compared with a naive model, in which every cached token is one entry of a dict.
 
+A second machine has recurrent states: the model lists the tokens after which a state is kept.
+
 Hypothesis drives both with the same calls and shrinks a difference. A naive core applies the edits and
 records from which tokens each cell was computed, so a node with the wrong cells is detected too.
 """
@@ -12,9 +14,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llaisys.engine.prefix_cache import AddNode, CacheEdit, Match, Pin, PrefixCache, SplitNode, TrimNode
+from llaisys.engine.prefix_cache import (
+    AddNode,
+    CacheEdit,
+    DropState,
+    KeepState,
+    Match,
+    Pin,
+    PrefixCache,
+    SplitNode,
+    TrimNode,
+)
 
 N_STREAMS = 2
+N_STATES = 3
 TOKENS = st.lists(st.integers(0, 2), max_size=6)
 
 # The origin of a cell: salt, KV stream, and all tokens up to its own.
@@ -41,6 +54,7 @@ class NodeStore:
 
     def __init__(self) -> None:
         self.nodes: dict[int, dict[int, Cell]] = {}
+        self.states: dict[int, Cell] = {}
 
     def apply(self, edits: tuple[CacheEdit, ...], inserted: list[Cell]) -> None:
         """Apply edits; `inserted` are the cells of the sequence that is being inserted."""
@@ -59,12 +73,23 @@ class NodeStore:
                     cells = self.nodes[node_id]
                     assert min(cells) < at <= max(cells)
                     self.nodes[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
+                    if node_id in self.states:
+                        self.states[tail] = self.states.pop(node_id)
                 case TrimNode(node_id, at):
                     cells = self.nodes[node_id]
                     assert min(cells) <= at <= max(cells)
+                    if at <= max(cells):
+                        self.states.pop(node_id, None)
                     self.nodes[node_id] = kept = {p: c for p, c in cells.items() if p < at}
                     if not kept:
                         del self.nodes[node_id]
+                case KeepState(node_id):
+                    assert node_id not in self.states
+                    assert max(self.nodes[node_id]) == len(inserted) - 1
+                    self.states[node_id] = inserted[-1]
+                case DropState(node_id):
+                    del self.states[node_id]
+        assert len(self.states) <= N_STATES
 
     def attached(self, match: Match) -> list[Cell]:
         """Return the cells of a sequence after it has attached the parts of a match."""
@@ -238,3 +263,92 @@ PrefixMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=40, print_blob=True, derandomize=True
 )
 TestPrefixMachine = PrefixMachine.TestCase
+
+
+class RecurrentMachine(PrefixMachine):
+    """As `PrefixMachine`, with recurrent states. `kept`: the last cells before states, least recently used
+    first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(N_STREAMS, N_STATES)
+        self.kept: list[Cell] = []
+        # Requests that were admitted and have not attached their prefix, with the last cell of it.
+        self.attaching: list[tuple[Running, Cell]] = []
+
+    def lose(self, cells: set[Cell]) -> None:
+        super().lose(cells)
+        self.kept = [cell for cell in self.kept if cell not in cells]
+
+    def release(self, running: Running) -> None:
+        super().release(running)
+        self.attaching = [(other, cell) for other, cell in self.attaching if other is not running]
+
+    def insert(self, running: Running) -> None:
+        super().insert(running)
+        self.attaching = [(other, cell) for other, cell in self.attaching if other is not running]
+        cells = running.cells(running.n_pinned)
+        self.core.apply(self.cache.keep_state(running.pin), cells)
+        if not cells:
+            return
+        if cells[-1] not in self.kept and len(self.kept) == N_STATES:
+            needed = {cell for _, cell in self.attaching}
+            oldest = next((cell for cell in self.kept if cell not in needed), None)
+            if oldest is None:
+                return
+            self.kept.remove(oldest)
+        self.use(cells[-1])
+
+    def use(self, cell: Cell) -> None:
+        self.kept = [*(other for other in self.kept if other != cell), cell]
+
+    @rule(
+        salt=st.sampled_from("ab"),
+        stream=st.integers(0, N_STREAMS - 1),
+        tokens=TOKENS,
+        limit=st.integers(0, 7),
+    )
+    def admit(self, salt: str, stream: int, tokens: list[int], limit: int) -> None:
+        match = self.cache.match(salt, tokens, limit, stream)
+        cells = [(salt, stream, tuple(tokens[: p + 1])) for p in range(len(tokens))]
+        n_same = 0
+        while n_same < min(limit, len(tokens)) and cells[n_same] in self.cached:
+            n_same += 1
+        n_found = max((n for n in range(1, n_same + 1) if cells[n - 1] in self.kept), default=0)
+        assert (match.n_tokens, match.n_same) == (n_found, n_same)
+        assert self.core.attached(match) == cells[:n_found]
+        assert match.n_evictable == len(set(cells[:n_found]) - self.pinned())
+        if n_found < n_same:
+            assert match.miss is not None
+            assert (match.miss.reason, match.miss.position) == ("state", n_found)
+        else:
+            self.check_miss(match, salt, tokens, limit)
+        pin, edits = self.cache.pin(salt, tokens, n_found, stream, needs_state=True)
+        assert edits == ()
+        self.running.append(Running(salt, stream, tokens, n_found, pin))
+        if n_found:
+            assert self.core.states[match.parts[-1][0]] == cells[n_found - 1]
+            self.use(cells[n_found - 1])
+            self.attaching.append((self.running[-1], cells[n_found - 1]))
+
+    @precondition(lambda self: self.attaching)
+    @rule(data=st.data())
+    def attach(self, data: st.DataObject) -> None:
+        """An admitted request attaches its prefix: the state is still there."""
+        running, cell = data.draw(st.sampled_from(self.attaching))
+        parts = running.pin.parts()
+        assert [self.core.nodes[node][p] for node, p0, p1 in parts for p in range(p0, p1)] == running.cells(
+            running.n_pinned
+        )
+        assert self.core.states[parts[-1][0]] == cell
+        self.cache.release_state(running.pin)
+        self.attaching.remove((running, cell))
+
+    @invariant()
+    def states_and_model_are_equal(self) -> None:
+        assert sorted(self.core.states.values()) == sorted(self.kept)
+        assert self.cache.n_states == len(self.kept)
+
+
+RecurrentMachine.TestCase.settings = PrefixMachine.TestCase.settings
+TestRecurrentMachine = RecurrentMachine.TestCase

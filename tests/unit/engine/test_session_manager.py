@@ -10,7 +10,7 @@ import pytest
 from fakes import core
 from fakes.engines import NOW
 from fakes.session_runner import SessionRunner
-from llaisys.engine.prefix_cache import Node
+from llaisys.engine.prefix_tree import Node
 from llaisys.engine.request import BrokenInvariant
 from llaisys.errors import ExhaustedError, RejectedError, RequestFailedError, UnsupportedError
 from llaisys.outputs import FinishReason

@@ -98,8 +98,9 @@ def test_prefix_cache_edits_change_the_cells(worker: Worker, context: core.Conte
     worker.fork_sequence(b.seq_id, c.seq_id, 3)
     assert (worker.n_cells_used, context.kv_seq_pos_max(b.seq_id)) == (5, 4)
     worker.execute_model(Batch([], [Chunk(c, 3, [9, 9], samples=False)]))
-    worker.relink_nodes([(1, 3, 4)], c.seq_id, 3)
-    assert (worker.n_cells_used, context.kv_seq_pos_max(c.seq_id)) == (5, 3)
+    assert worker.n_cells_used == 7
+    worker.relink_nodes([(1, 3, 4), (2, 4, 5)], c.seq_id)
+    assert (worker.n_cells_used, context.kv_seq_pos_max(c.seq_id)) == (5, 4)
     worker.check()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from fakes.service import FakeService, Piece
+from llaisys.config import Config
 from llaisys.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -16,6 +18,8 @@ from llaisys.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
+from llaisys.registry import ModelRegistry
+from llaisys.server.state import ServerState
 from sse import chunks, events
 
 URL = "/v1/chat/completions"
@@ -205,6 +209,24 @@ async def test_an_error_in_a_stream_is_a_frame_followed_by_done(
     ]
     assert found[2]["error"]["code"] == "request_timeout"
     assert (await client.post(URL, json=chat_body)).status_code == 408
+
+
+@pytest.mark.parametrize("end", [RequestTimeoutError("600 s"), Piece([], "timeout")])
+async def test_a_timeout_has_the_configured_status(
+    engine: FakeService,
+    make_client: Callable[..., httpx.AsyncClient],
+    chat_body: dict[str, Any],
+    end: Exception | Piece,
+) -> None:
+    """Routers repeat a request that got 408, but not one that got 499."""
+    engine.script = [end]
+    config = Config(request_timeout_status=499)
+    state = ServerState(config, models=ModelRegistry([engine]))  # type: ignore[list-item]  # as in conftest
+    async with make_client(state) as client:
+        for response in (await client.post(URL, json=chat_body), await stream_of(client, chat_body)):
+            assert response.status_code == 499
+            assert response.json()["error"]["code"] == "request_timeout"
+            assert response.headers["x-should-retry"] == "false"
 
 
 async def test_an_aborted_request_is_an_error(

@@ -125,3 +125,9 @@ def test_every_status_has_a_type_of_anthropics(status: int, kind: str) -> None:
     given, _, raw = error_response(ApiError(status, "m", code="c"), "/v1/messages/count_tokens")
     assert given == status
     assert json.loads(raw) == {"type": "error", "error": {"type": kind, "message": "m"}}
+
+
+def test_a_timeout_is_anthropics_timeout_whatever_its_status() -> None:
+    given, _, raw = error_response(ApiError(499, "m", code="request_timeout"), "/v1/messages")
+    assert given == 499
+    assert json.loads(raw)["error"]["type"] == "timeout_error"

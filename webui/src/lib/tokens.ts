@@ -23,6 +23,9 @@ export interface Unit {
   top: readonly Candidate[];
 }
 
+/** Whole tokens that are looked for after parts of a character. */
+const LOOKED_AT = 8;
+
 /**
  * Divides text into units as both the tokens and the text arrive. The texts of all units are always the text that was
  * pushed, except the end of it that may still belong to a token. Tokens that are not in the text (tags of reasoning, an
@@ -72,13 +75,23 @@ export class TokenAligner {
     return "skip";
   }
 
-  /** The tokens up to the next whole one are the text up to that. */
+  /**
+   * The tokens up to the next whole one are the text up to that. If the text does not have it, because it is an end mark
+   * or its own text is still to come, one of the next is looked for.
+   */
   #parts(): Unit | "wait" {
-    const n = this.#tokens.findIndex((token) => !token.isPart);
-    const next = n < 0 ? "" : this.#tokens[n]!.text;
-    const length = next === "" ? this.#text.length : this.#text.indexOf(next, 1);
-    if (length < 0) return "wait";
-    return this.#cut(length, this.#tokens.splice(0, n < 0 ? this.#tokens.length : n));
+    let whole = 0;
+    for (const [n, { text, isPart }] of this.#tokens.entries()) {
+      if (isPart) continue;
+      const length = text === "" ? -1 : this.#text.indexOf(text, 1);
+      if (length > 0)
+        return this.#cut(
+          length,
+          this.#tokens.splice(0, n).filter((token) => token.isPart),
+        );
+      if (++whole === LOOKED_AT) break;
+    }
+    return whole > 0 ? "wait" : this.#cut(this.#text.length, this.#tokens.splice(0));
   }
 
   #cut(length: number, tokens: readonly Token[]): Unit {

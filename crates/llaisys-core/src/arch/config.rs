@@ -255,6 +255,11 @@ impl ModelConfig {
         self.delta_net.map_or(0, |delta_net| self.n_recurrent() * delta_net.state_len())
     }
 
+    /// Activations of one row that only a model with recurrent layers needs; 0 for the others.
+    pub fn recurrent_width(&self) -> usize {
+        self.delta_net.map_or(0, |delta_net| delta_net.row_width() + self.n_heads * self.d_head)
+    }
+
     /// True if layer `index` has this weight.
     fn has(&self, index: usize, part: LayerWeight) -> bool {
         let has_attention = !self.is_recurrent(index);

@@ -55,6 +55,12 @@ impl DeltaNet {
         self.window_len() + self.heads.matrices_len()
     }
 
+    /// Activations of one row of a layer: inputs and outputs of the short convolutions, the gate and the result, and a
+    /// strength and a decay for each value head.
+    pub fn row_width(&self) -> usize {
+        2 * (self.channels() + self.heads.value_width() + self.heads.n_values)
+    }
+
     /// The shape of a weight of a layer, for a model of width `d_model`.
     pub(crate) fn shape(&self, part: DeltaWeight, d_model: usize) -> Vec<usize> {
         let (keys, values) = (self.heads.key_width(), self.heads.value_width());

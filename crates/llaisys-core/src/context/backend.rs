@@ -72,6 +72,19 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Fills `cells` with NaN in all layers.
     fn nan_fill(&mut self, cells: &[u32]) -> Result<()>;
 
+    /// Returns the bytes of a recurrent state in all layers; 0 for a model or a device without.
+    fn state_bytes(&self) -> usize {
+        0
+    }
+
+    /// Returns the contents of a recurrent state: for each recurrent layer its numbers (f32).
+    fn read_state(&self, _state: u32) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Writes what [`Backend::read_state`] returned to a state.
+    fn write_state(&mut self, _state: u32, _data: &[u8]) {}
+
     /// Fills recurrent states with NaN in all layers.
     fn nan_fill_states(&mut self, _states: &[u32]) {}
 

@@ -88,7 +88,8 @@ impl Rank {
         let storage =
             Storage::new(model.n_attention(), config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
         let state_len = model.delta_net.map_or(0, |delta_net| delta_net.state_len());
-        let states = StateStorage::new(model.n_recurrent(), n_states(config.n_seq_max), state_len)?;
+        let n_states = n_states(config.n_seq_max, config.n_states_kept);
+        let states = StateStorage::new(model.n_recurrent(), n_states, state_len)?;
         let (head, pruned_argmax) = (HeadScratch::default(), PrunedArgmaxScratch::default());
         Ok(Self { decoder, ops, work, storage, states, head, pruned_argmax, ids: Vec::new() })
     }
@@ -265,6 +266,19 @@ impl Backend for CpuBackend {
     fn nan_fill(&mut self, cells: &[u32]) -> Result<()> {
         self.storages().for_each(|storage| storage.nan_fill(cells));
         Ok(())
+    }
+
+    // A model with recurrent layers has one rank.
+    fn state_bytes(&self) -> usize {
+        self.ranks[0].states.state_bytes()
+    }
+
+    fn read_state(&self, state: u32) -> Vec<u8> {
+        self.ranks[0].states.read(state)
+    }
+
+    fn write_state(&mut self, state: u32, data: &[u8]) {
+        self.ranks[0].states.write(state, data);
     }
 
     fn nan_fill_states(&mut self, states: &[u32]) {

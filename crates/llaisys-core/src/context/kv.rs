@@ -137,7 +137,8 @@ impl Context {
     }
 
     /// Lets a sequence that ends at `p0` see a node's positions `p0 <= p < p1`: the same cells within a
-    /// stream, else copies of their keys and values in newly allocated cells.
+    /// stream, else copies of their keys and values in newly allocated cells. In a model with recurrent layers, the
+    /// sequence can be continued only if the last attached node was attached up to its end and has a state.
     /// Errors: a stale id, an unknown node, an empty range, a missing position, too few free cells for a copy.
     pub fn kv_node_attach(&mut self, node: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
         fault_point!("kv.node_attach");
@@ -147,14 +148,67 @@ impl Context {
         })
     }
 
-    /// Moves the positions from `at` on to the new node `tail`; those below `at` stay in the node.
+    /// Lets a sequence see a node's cells at positions `p0 <= p < p1` in place of its own, which have the same contents:
+    /// the same tokens computed by this context. Its own become free if nothing else uses them.
+    /// Errors: a stale id, an unknown node or one of another stream, an empty range, a missing position.
+    pub fn kv_node_relink(&mut self, node: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
+        fault_point!("kv.node_relink");
+        self.change(Change::One(id), |context| context.kv.node_relink(node, id, p0, p1))
+    }
+
+    /// Lets a node have the recurrent state of a sequence that ends where the node ends, so that a sequence that the node
+    /// is attached to can be continued. A node that has a state keeps it.
+    /// Errors: a stale id, an unknown node or one with another end, a sequence without a state, as many nodes with a
+    /// state as [`super::ContextConfig::n_states_kept`] allows.
+    pub fn kv_node_keep_state(&mut self, node: u64, id: SeqId) -> Result<()> {
+        fault_point!("kv.node_keep_state");
+        self.change(Change::None, |context| context.kv.node_keep_state(node, id))
+    }
+
+    /// Drops the recurrent state of a node, if it has one; its cells stay. Errors: an unknown node.
+    pub fn kv_node_drop_state(&mut self, node: u64) -> Result<()> {
+        fault_point!("kv.node_drop_state");
+        self.change(Change::None, |context| context.kv.node_drop_state(node))
+    }
+
+    /// Returns the recurrent state of a node: for each recurrent layer the window of the short convolution, then a matrix
+    /// for each value head, in f32, little endian. Errors: an unknown node, a node without a state.
+    pub fn kv_node_export_state(&self, node: u64) -> Result<Vec<u8>> {
+        fault_point!("kv.node_export_state");
+        Ok(self.backend.read_state(self.kv.node_state(node)?))
+    }
+
+    /// Gives a node without a recurrent state one with the contents that [`Context::kv_node_export_state`] returned in a
+    /// context with the same [`Context::fingerprint`].
+    /// Errors: an unknown node, a node with a state, a number of bytes that is not that of a state, as many nodes with a
+    /// state as [`super::ContextConfig::n_states_kept`] allows.
+    pub fn kv_node_import_state(&mut self, node: u64, data: &[u8]) -> Result<()> {
+        fault_point!("kv.node_import_state");
+        let want = self.backend.state_bytes();
+        if data.len() != want || data.is_empty() {
+            return Err(Rejected::StateBytes { got: data.len(), want }.into());
+        }
+        self.change(Change::None, |context| {
+            let state = context.kv.node_new_state(node)?;
+            context.backend.write_state(state, data);
+            Ok(())
+        })
+    }
+
+    /// Cache nodes that have a recurrent state.
+    pub fn n_states_kept(&self) -> usize {
+        self.kv.n_states_kept()
+    }
+
+    /// Moves the positions from `at` on, and the recurrent state after the last one, to the new node `tail`; the
+    /// positions below `at` stay in the node.
     /// Errors: an unknown node, an existing tail, a part that would be empty.
     pub fn kv_node_split(&mut self, node: u64, at: i32, tail: u64) -> Result<()> {
         fault_point!("kv.node_split");
         self.change(Change::None, |context| context.kv.node_split(node, at, tail))
     }
 
-    /// Removes a node's positions from `at` on, and the node if none is left. Errors: an unknown node, `at` outside of
+    /// Removes a node's positions from `at` on, with its recurrent state, and the node if none is left. Errors: an unknown node, `at` outside of
     /// it.
     pub fn kv_node_trim(&mut self, node: u64, at: i32) -> Result<()> {
         fault_point!("kv.node_trim");

@@ -59,6 +59,8 @@ pub struct ContextConfig {
     pub n_seq_max: usize,
     /// KV streams of equal size; divides `n_cells`.
     pub n_streams: usize,
+    /// Cache nodes that may have a recurrent state at a time; without effect in a model without recurrent layers.
+    pub n_states_kept: usize,
     /// Reuse what was freed last (for tests).
     pub lifo: bool,
     /// Fill every cell that is free or reserved with NaN (for tests): a read of a cell before its first write then
@@ -91,6 +93,7 @@ impl Default for ContextConfig {
             n_cells: 4096,
             n_seq_max: 8,
             n_streams: 1,
+            n_states_kept: 0,
             lifo: false,
             nan_fill: false,
             n_batch: 512,
@@ -164,7 +167,11 @@ impl Context {
         let model = checkpoint.config().clone();
         let shape = config.kv_shape();
         let is_recurrent = model.delta_net.is_some();
-        let mut kv = if is_recurrent { KvCache::with_states(shape)? } else { KvCache::new(shape)? };
+        let mut kv = if is_recurrent {
+            KvCache::with_states(shape, config.n_states_kept)?
+        } else {
+            KvCache::new(shape)?
+        };
         config.nan_fill |= cfg!(debug_assertions);
         if config.nan_fill {
             backend.nan_fill_all()?;

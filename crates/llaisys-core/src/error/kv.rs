@@ -62,6 +62,17 @@ pub enum KvError {
         "the call {does} at positions where recurrent layers have no state; only whole sequences can be used"
     )]
     Recurrent { does: &'static str },
+    /// A sequence without the recurrent state after its last position.
+    #[error(
+        "sequence slot {slot} has no recurrent state; attach a node that has one, or compute it from the start"
+    )]
+    NoState { slot: u32 },
+    /// A node with a recurrent state where one without is expected, or the reverse.
+    #[error("cache node {node}: expected one {expected} a recurrent state, in a model with recurrent layers")]
+    NodeState { node: u64, expected: &'static str },
+    /// A node of another stream than that of the sequence.
+    #[error("cache node {node} is in stream {stream}, but sequence slot {slot} is in stream {expected}")]
+    NodeStream { node: u64, stream: u32, slot: u32, expected: u32 },
     /// A row of several sequences in a model with recurrent layers.
     #[error("row {row} belongs to several sequences; with recurrent layers each row has its own sequence")]
     RecurrentCoupled { row: usize },

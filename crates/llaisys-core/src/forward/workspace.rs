@@ -138,6 +138,8 @@ impl Workspace {
             delta_values: config.delta_net.map_or(0, |delta_net| delta_net.heads.value_width()),
             delta_heads: config.delta_net.map_or(0, |delta_net| delta_net.heads.n_values),
         };
+        let recurrent: usize = widths.delta().iter().sum();
+        debug_assert_eq!(recurrent + widths.attn_gate, config.recurrent_width(), "as sizing counts them");
         let rows = |width: usize| -> Result<AlignedBuf, DeviceError> {
             AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())
         };

@@ -87,7 +87,8 @@ impl KvCache {
         let mut is_acquired = vec![false; self.n_seq_max()];
         self.seqs.acquired().for_each(|id| is_acquired[id.slot() as usize] = true);
         if let Some(states) = &self.states {
-            states.check(|slot| !self.index[slot].as_slice().is_empty());
+            let kept: Vec<u32> = self.nodes.values().filter_map(|node| node.state).collect();
+            states.check(&kept, |slot| !self.index[slot].as_slice().is_empty());
         }
         for slot in (0..self.n_seq_max()).filter(|&slot| !is_acquired[slot]) {
             let is_empty = self.index[slot].as_slice().is_empty() && self.streams[slot] == 0;

@@ -6,16 +6,18 @@ use super::{Copies, KvCache, KvError, rejected};
 use crate::error::Result;
 use crate::seq::SeqId;
 
-/// One cache node: one or more cells of one stream, at consecutive positions.
+/// One cache node: one or more cells of one stream, at consecutive positions. `state`: the recurrent state after the last
+/// one.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub(super) struct Node {
     pub(super) stream: u32,
     pub(super) ranges: CellRanges,
+    pub(super) state: Option<u32>,
 }
 
 impl Node {
     /// Returns the first position and the end of the positions.
-    fn ends(&self) -> (i32, i32) {
+    pub(super) fn ends(&self) -> (i32, i32) {
         (self.ranges.start().unwrap_or(0), self.ranges.end().unwrap_or(0))
     }
 }
@@ -38,12 +40,13 @@ impl KvCache {
         }
         cells().for_each(|cell| self.cells.cache(cell));
         let stream = self.streams[index];
-        self.nodes.insert(node, Node { stream, ranges: CellRanges::of(&pieces) });
+        self.nodes.insert(node, Node { stream, ranges: CellRanges::of(&pieces), state: None });
         Ok(())
     }
 
     /// Lets a sequence that ends at `p0` (0 for an empty one) see the node's positions `p0..p1`: the same cells
-    /// within a stream, else newly allocated cells whose contents the caller copies.
+    /// within a stream, else newly allocated cells whose contents the caller copies. In a model with recurrent layers,
+    /// the sequence then has the node's state, or none, with which it cannot be continued.
     ///
     /// Errors: [`KvError::NoNode`], [`KvError::Range`] unless `0 <= p0 < p1`, [`KvError::NotAtEnd`],
     /// [`KvError::NodeLacks`] if a position is missing, [`crate::error::Exhausted::Cells`] if the sequence's stream has
@@ -52,16 +55,46 @@ impl KvCache {
         let (index, slot) = (self.acquired(id)?, id.slot());
         let cached = self.node(node)?;
         check_span(p0, p1)?;
-        self.check_no_states("attaches cached cells")?;
         let expected = self.index[index].end().unwrap_or(0);
         if p0 != expected {
             return Err(rejected(KvError::NotAtEnd { slot, position: p0, expected }));
         }
         let (stream, pieces) = (cached.stream, node_pieces(cached, node, p0, p1)?);
-        self.share(&pieces, stream, index)
+        let copies = self.share(&pieces, stream, index)?;
+        self.attach_state(node, index, p1);
+        Ok(copies)
     }
 
-    /// Moves the positions from `at` on to the new node `tail`; those below `at` stay in the node.
+    /// Lets a sequence see the node's cells at positions `p0..p1` in place of its own, which have the same contents. Its
+    /// recurrent state stays.
+    ///
+    /// Errors: [`KvError::NoNode`], [`KvError::Range`] unless `0 <= p0 < p1`, [`KvError::NodeStream`] for a node of
+    /// another stream, [`KvError::SequenceLacks`] or [`KvError::NodeLacks`] if a position is missing.
+    pub fn node_relink(&mut self, node: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
+        let (index, slot) = (self.acquired(id)?, id.slot());
+        let cached = self.node(node)?;
+        check_span(p0, p1)?;
+        let (stream, expected) = (cached.stream, self.streams[index]);
+        if stream != expected {
+            return Err(rejected(KvError::NodeStream { node, stream, slot, expected }));
+        }
+        let lacks = |position| rejected(KvError::SequenceLacks { slot, position });
+        let replaced = self.index[index].whole(p0, p1).map_err(lacks)?;
+        let pieces = node_pieces(cached, node, p0, p1)?;
+        // Unlinked first: the sequence may see some of the node's cells, which stay in use.
+        for cell in replaced.into_iter().flat_map(CellRange::cells) {
+            self.cells.unlink(index, cell);
+        }
+        self.index[index].remove(p0, p1);
+        for cell in pieces.iter().copied().flat_map(CellRange::cells) {
+            self.cells.link(index, cell);
+        }
+        self.index[index].insert(pieces.into_iter());
+        Ok(())
+    }
+
+    /// Moves the positions from `at` on, and the recurrent state after the last one, to the new node `tail`; the
+    /// positions below `at` stay in the node.
     ///
     /// Errors: [`KvError::NoNode`], [`KvError::NodeExists`], [`KvError::NodeBounds`] unless both parts have a position.
     pub fn node_split(&mut self, node: u64, at: i32, tail: u64) -> Result<()> {
@@ -73,19 +106,22 @@ impl KvCache {
         let head = self.nodes.get_mut(&node).expect("found above");
         let pieces: Vec<CellRange> = head.ranges.pieces(at, end).collect();
         head.ranges.remove(at, end);
-        let stream = head.stream;
-        self.nodes.insert(tail, Node { stream, ranges: CellRanges::of(&pieces) });
+        let (stream, state) = (head.stream, head.state.take());
+        self.nodes.insert(tail, Node { stream, ranges: CellRanges::of(&pieces), state });
         Ok(())
     }
 
-    /// Removes the node's positions from `at` on, and the node if none is left. Cells that no sequence sees become
-    /// free.
+    /// Removes the node's positions from `at` on, with its recurrent state, and the node if none is left. Cells that no
+    /// sequence sees become free.
     ///
     /// Errors: [`KvError::NoNode`], [`KvError::NodeBounds`] unless `start <= at <= end`.
     pub fn node_trim(&mut self, node: u64, at: i32) -> Result<()> {
         let (start, end) = self.node(node)?.ends();
         if at < start || at > end {
             return Err(rejected(KvError::NodeBounds { node, at, start, end }));
+        }
+        if at < end {
+            self.drop_kept(node);
         }
         let cached = self.nodes.get_mut(&node).expect("found above");
         for cell in cached.ranges.pieces(at, end).flat_map(CellRange::cells) {
@@ -116,7 +152,7 @@ impl KvCache {
             ranges.push(position, cell);
         }
         let cells = ranges.as_slice().iter().copied().flat_map(CellRange::cells).collect();
-        self.nodes.insert(node, Node { stream, ranges });
+        self.nodes.insert(node, Node { stream, ranges, state: None });
         Ok(cells)
     }
 
@@ -129,7 +165,7 @@ impl KvCache {
         Ok(node_pieces(cached, node, p0, p1)?.into_iter().flat_map(CellRange::cells).collect())
     }
 
-    fn node(&self, node: u64) -> Result<&Node> {
+    pub(super) fn node(&self, node: u64) -> Result<&Node> {
         self.nodes.get(&node).ok_or_else(|| rejected(KvError::NoNode { node }))
     }
 

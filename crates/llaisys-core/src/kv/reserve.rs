@@ -185,6 +185,7 @@ impl KvCache {
             if let Some(expected) = next.filter(|next| *next != position) {
                 return Err(KvError::NotNext { row, slot, position, expected });
             }
+            self.check_has_state(*id)?;
             if !self.sees_the_same(first as usize, slot as usize) {
                 return Err(KvError::CoupledDiffer { row, first, second: slot });
             }

@@ -27,6 +27,28 @@ impl StateStorage {
         self.layers[layer].as_mut_slice()
     }
 
+    /// Bytes of one state in all layers.
+    pub fn state_bytes(&self) -> usize {
+        self.layers.len() * self.state_len * size_of::<f32>()
+    }
+
+    /// The contents of a state: the numbers of each layer in order.
+    pub fn read(&self, state: u32) -> Vec<u8> {
+        let n = self.state_len * size_of::<f32>();
+        let of_layer = |layer: &AlignedBuf| layer.as_slice::<u8>()[state as usize * n..][..n].to_vec();
+        self.layers.iter().flat_map(of_layer).collect()
+    }
+
+    /// Writes what [`StateStorage::read`] returned. Panics if `data` has another size.
+    pub fn write(&mut self, state: u32, data: &[u8]) {
+        assert_eq!(data.len(), self.state_bytes(), "the contents of a state");
+        let n = self.state_len * size_of::<f32>();
+        for (layer, part) in self.layers.iter_mut().zip(data.chunks_exact(n)) {
+            let bytes: &mut [u8] = layer.as_mut_slice();
+            bytes[state as usize * n..][..n].copy_from_slice(part);
+        }
+    }
+
     /// Fills `states` with NaN in all layers, so that a read before the first write shows in the logits.
     pub fn nan_fill(&mut self, states: &[u32]) {
         for layer in &mut self.layers {

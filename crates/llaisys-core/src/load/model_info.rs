@@ -70,6 +70,8 @@ pub struct ModelInfo {
     pub kv_bytes_per_cell: KvBytesPerCell,
     /// Bytes of the recurrent state of one sequence; 0 for a model without recurrent layers.
     pub state_bytes: usize,
+    /// Activations (f32) of one row that only recurrent layers need.
+    pub recurrent_width: usize,
     /// Token at the beginning of a text.
     pub bos_token_id: Option<u32>,
     /// Tokens that end a completion.
@@ -149,6 +151,7 @@ impl ModelInfo {
                 int8: kv_bytes_per_cell(config, KvDType::Int8),
             },
             state_bytes: config.state_len() * size_of::<f32>(),
+            recurrent_width: config.recurrent_width(),
             bos_token_id: config.bos,
             eos_token_ids: config.eos.clone(),
             generation: source.generation,
@@ -183,6 +186,7 @@ impl ModelInfo {
             screen_bytes: bytes,
             kv_bytes_per_cell: KvBytesPerCell { float32: 0, float16: 0, bfloat16: 0, int8: 0 },
             state_bytes: 0,
+            recurrent_width: 0,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
             generation: SamplingDefaults::default(),

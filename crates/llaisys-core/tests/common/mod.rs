@@ -272,6 +272,7 @@ pub(crate) fn settings() -> ContextConfig {
         n_cells: 256,
         n_seq_max: 8,
         n_streams: 1,
+        n_states_kept: 4,
         lifo: false,
         nan_fill: false,
         n_batch: 16,

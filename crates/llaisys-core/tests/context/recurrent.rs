@@ -84,6 +84,68 @@ fn forks_continue_from_a_copy_of_the_state() {
 }
 
 #[test]
+fn a_kept_state_continues_with_the_bits_of_a_whole_sequence() {
+    for name in NAMES {
+        let mut context = open(name, ContextConfig { n_streams: 2, nan_fill: true, ..settings() });
+        let tokens = tokens(6, 40);
+        let whole = context.seq_acquire(0).unwrap();
+        let want = feed(&mut context, whole, &tokens, 40);
+        context.seq_release(whole).unwrap();
+        let seq = context.seq_acquire(0).unwrap();
+        for (node, start, end) in [(1, 0, 15), (2, 15, 28_usize)] {
+            Rows::default().run(seq, start, &tokens[start..end]).decode(&mut context).unwrap();
+            context.kv_node_cache(node, seq, start as i32, end as i32).unwrap();
+            context.kv_node_keep_state(node, seq).unwrap();
+        }
+        // It goes on elsewhere and ends; then twice from each node, in its stream and in the other one.
+        Rows::default().run(seq, 28, &[1, 2, 3]).decode(&mut context).unwrap();
+        context.seq_release(seq).unwrap();
+        for stream in [0, 1, 0] {
+            for n_nodes in [1, 2] {
+                let seq = context.seq_acquire(stream).unwrap();
+                context.kv_node_attach(1, seq, 0, 15).unwrap();
+                if n_nodes == 2 {
+                    context.kv_node_attach(2, seq, 15, 28).unwrap();
+                }
+                let end = [15, 28_usize][n_nodes - 1];
+                let mut got = Outputs::default();
+                got.push(&Rows::default().run(seq, end, &tokens[end..]).decode(&mut context).unwrap());
+                assert!(got.logits[..] == want.logits[end * VOCAB..], "{name}: from {end}");
+                context.seq_release(seq).unwrap();
+                context.check_integrity();
+            }
+        }
+        // And in another context, from exported cells and state.
+        let mut target = open(name, settings());
+        assert_eq!(target.fingerprint(), context.fingerprint());
+        let cells =
+            [(1, 0, 15), (2, 15, 28)].map(|(node, p0, p1)| context.kv_node_export(node, p0, p1).unwrap());
+        let state = context.kv_node_export_state(2).unwrap();
+        target.kv_node_import(1, 0, 0, &cells[0]).unwrap();
+        target.kv_node_import(2, 0, 15, &cells[1]).unwrap();
+        let digest = target.digest();
+        for (node, data) in [(2, &state[1..]), (2, &[]), (7, &state[..])] {
+            assert!(target.kv_node_import_state(node, data).is_err());
+        }
+        assert!(target.kv_node_export_state(2).is_err());
+        assert_eq!(target.digest(), digest);
+        target.kv_node_import_state(2, &state).unwrap();
+        assert!(target.kv_node_import_state(2, &state).is_err(), "it has a state");
+        assert_eq!(target.kv_node_export_state(2).unwrap(), state);
+        let seq = target.seq_acquire(0).unwrap();
+        target.kv_node_attach(1, seq, 0, 15).unwrap();
+        target.kv_node_attach(2, seq, 15, 28).unwrap();
+        let mut got = Outputs::default();
+        got.push(&Rows::default().run(seq, 28, &tokens[28..]).decode(&mut target).unwrap());
+        assert!(got.logits[..] == want.logits[28 * VOCAB..], "{name}: imported");
+        target.check_integrity();
+        context.kv_node_trim(2, 15).unwrap();
+        context.kv_node_trim(1, 0).unwrap();
+        assert_eq!((context.n_states_kept(), context.n_cells_free()), (0, 256));
+    }
+}
+
+#[test]
 fn a_rejected_decode_and_a_faulty_row_leave_the_state_as_it_was() {
     let mut context = open("qwen3_5_moe_bf16", ContextConfig { n_cells: 64, ..settings() });
     let tokens = tokens(4, 30);

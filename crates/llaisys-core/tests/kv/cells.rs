@@ -361,9 +361,12 @@ fn name_of(op: &Op, outcome: &Outcome) -> &'static str {
             KvError::NodeLacks { .. } => "NodeLacks",
             KvError::NotAtEnd { .. } => "NotAtEnd",
             KvError::NodeBounds { .. } => "NodeBounds",
-            KvError::Recurrent { .. } | KvError::RecurrentCoupled { .. } | KvError::RecurrentDraft { .. } => {
-                "of caches with states only"
-            }
+            KvError::NodeStream { .. } => "of `node_relink` only (states.rs)",
+            KvError::Recurrent { .. }
+            | KvError::RecurrentCoupled { .. }
+            | KvError::RecurrentDraft { .. }
+            | KvError::NodeState { .. }
+            | KvError::NoState { .. } => "of caches with states only",
         },
         (Outcome::Placed(_), Op::Prepare { commit: false, .. }) => "rolled back",
         (Outcome::Placed(_), Op::Prepare { groups, .. })

@@ -1,14 +1,17 @@
-//! Recurrent states: a sequence has one exactly while it has positions, forks share it, and only a commit replaces it.
+//! Recurrent states: a computed sequence has one, forks and cache nodes share it, and only a commit replaces it.
 
-use llaisys_core::error::{Error, KvError, Rejected};
+use llaisys_core::error::{Error, Exhausted, KvError, Rejected};
 use llaisys_core::kv::{KvCache, KvRow, KvShape, n_states};
 use llaisys_core::ops::cases::SplitMix64;
 use llaisys_core::seq::SeqId;
+use std::collections::BTreeMap;
 
 const N_SEQS: usize = 4;
+const N_KEPT: usize = 2;
 
 fn cache() -> KvCache {
-    KvCache::with_states(KvShape { n_cells: 64, n_seq_max: N_SEQS, n_streams: 1, lifo: false }).unwrap()
+    let shape = KvShape { n_cells: 64, n_seq_max: N_SEQS, n_streams: 1, lifo: false };
+    KvCache::with_states(shape, N_KEPT).unwrap()
 }
 
 fn rows(id: SeqId, positions: std::ops::Range<i32>) -> Vec<(i32, [SeqId; 1])> {
@@ -91,7 +94,6 @@ fn parts_of_a_sequence_are_refused_without_side_effects() {
     recurrent(refused(cache.seq_cp(a, b, 0, 4)));
     recurrent(refused(cache.seq_cp(a, b, 1, -1)));
     recurrent(refused(cache.seq_add(a, 0, -1, 2)));
-    recurrent(refused(cache.node_attach(1, b, 0, 5)));
     let coupled = [KvRow { position: 0, seqs: &[b, a] }];
     assert_eq!(refused(cache.prepare_rows(&coupled).map(drop)), KvError::RecurrentCoupled { row: 0 });
     assert_eq!(cache.digest(), digest);
@@ -99,8 +101,8 @@ fn parts_of_a_sequence_are_refused_without_side_effects() {
     cache.seq_rm(a, 5, -1).unwrap();
     assert_eq!(cache.digest(), digest);
     cache.node_trim(1, 0).unwrap();
-    let mut other =
-        KvCache::with_states(KvShape { n_cells: 8, n_seq_max: 2, n_streams: 1, lifo: false }).unwrap();
+    let shape = KvShape { n_cells: 8, n_seq_max: 2, n_streams: 1, lifo: false };
+    let mut other = KvCache::with_states(shape, 0).unwrap();
     let [c, d] = [(); 2].map(|()| other.seq_acquire(0).unwrap());
     extend(&mut other, c, 3..5);
     extend(&mut other, d, 0..2);
@@ -121,19 +123,172 @@ fn a_removed_row_removes_all_rows_of_its_sequence() {
     assert_eq!(extend(&mut cache, a, 2..3).0, Some(old));
 }
 
-/// Random calls against a map from sequences to the number of the commit that made their state.
+#[test]
+fn a_sequence_continues_from_the_state_of_the_node_that_was_attached_last() {
+    let mut cache = cache();
+    let [a, b, c] = [(); 3].map(|()| cache.seq_acquire(0).unwrap());
+    let (_, early) = extend(&mut cache, a, 0..3);
+    cache.node_cache(1, a, 0, 3).unwrap();
+    cache.node_keep_state(1, a).unwrap();
+    let (_, late) = extend(&mut cache, a, 3..5);
+    cache.node_cache(2, a, 3, 5).unwrap();
+    cache.node_keep_state(2, a).unwrap();
+    cache.node_keep_state(2, a).unwrap();
+    assert_eq!(cache.n_states_kept(), 2);
+    cache.seq_release(a).unwrap();
+    cache.check();
+    let _ = cache.node_attach(1, b, 0, 3).unwrap();
+    let _ = cache.node_attach(1, c, 0, 3).unwrap();
+    let _ = cache.node_attach(2, c, 3, 5).unwrap();
+    cache.check();
+    assert_eq!(extend(&mut cache, b, 3..4).0, Some(early));
+    assert_eq!(extend(&mut cache, c, 5..6).0, Some(late));
+    // Nothing is left once nodes and sequences are gone.
+    cache.take_freed_states();
+    cache.node_trim(2, 3).unwrap();
+    cache.node_drop_state(1).unwrap();
+    cache.node_drop_state(1).unwrap();
+    assert_eq!(cache.take_freed_states(), [late, early]);
+    cache.node_trim(1, 0).unwrap();
+    [b, c].map(|id| cache.seq_release(id).unwrap());
+    cache.check();
+    assert_eq!((cache.n_states_kept(), cache.n_cells_free()), (0, 64));
+}
+
+#[test]
+fn a_sequence_without_a_state_cannot_be_continued() {
+    let mut cache = cache();
+    let [a, b] = [(); 2].map(|()| cache.seq_acquire(0).unwrap());
+    extend(&mut cache, a, 0..5);
+    cache.node_cache(1, a, 0, 5).unwrap();
+    cache.node_keep_state(1, a).unwrap();
+    let slot = b.slot();
+    // A part of the node, then the node with the state dropped.
+    for p1 in [4, 5] {
+        let _ = cache.node_attach(1, b, 0, p1).unwrap();
+        let digest = cache.digest();
+        let next = rows(b, p1..p1 + 1);
+        let lacks = p1 < 5;
+        match cache.prepare_rows(&borrow(&next)).map(drop) {
+            Err(Error::Rejected(Rejected::Kv(error))) if lacks => {
+                assert_eq!(error, KvError::NoState { slot });
+            }
+            result => assert!(result.is_ok() && !lacks, "{p1}: {result:?}"),
+        }
+        assert_eq!(cache.digest(), digest);
+        cache.seq_rm(b, -1, -1).unwrap();
+    }
+    cache.node_drop_state(1).unwrap();
+    let _ = cache.node_attach(1, b, 0, 5).unwrap();
+    assert_eq!(refused(cache.node_keep_state(1, b)), KvError::NoState { slot });
+    let next = rows(b, 5..6);
+    assert_eq!(refused(cache.prepare_rows(&borrow(&next)).map(drop)), KvError::NoState { slot });
+    cache.check();
+}
+
+#[test]
+fn splits_and_trims_move_and_drop_the_state_of_a_node() {
+    let mut cache = cache();
+    let a = cache.seq_acquire(0).unwrap();
+    let (_, state) = extend(&mut cache, a, 0..6);
+    cache.node_cache(1, a, 0, 6).unwrap();
+    cache.node_keep_state(1, a).unwrap();
+    cache.node_trim(1, 6).unwrap();
+    cache.node_split(1, 4, 2).unwrap();
+    cache.check();
+    assert_eq!(cache.n_states_kept(), 1);
+    let b = cache.seq_acquire(0).unwrap();
+    let _ = cache.node_attach(1, b, 0, 4).unwrap();
+    let _ = cache.node_attach(2, b, 4, 6).unwrap();
+    assert_eq!(extend(&mut cache, b, 6..7).0, Some(state));
+    cache.node_trim(2, 5).unwrap();
+    assert_eq!(cache.n_states_kept(), 0);
+    cache.check();
+}
+
+#[test]
+fn a_state_is_kept_where_the_node_ends_and_within_the_bound() {
+    let mut cache = cache();
+    let a = cache.seq_acquire(0).unwrap();
+    for node in 0..3_i32 {
+        extend(&mut cache, a, node..node + 1);
+        cache.node_cache(node as u64, a, node, node + 1).unwrap();
+        let kept = cache.node_keep_state(node as u64, a);
+        if node < 2 {
+            kept.unwrap();
+            let digest = cache.digest();
+            let error = refused(cache.node_keep_state(7, a));
+            assert_eq!(error, KvError::NoNode { node: 7 });
+            assert_eq!(cache.digest(), digest);
+        } else {
+            assert!(matches!(kept, Err(Error::Exhausted(Exhausted::States { capacity: 2 }))), "{kept:?}");
+        }
+    }
+    cache.node_drop_state(0).unwrap();
+    let error = refused(cache.node_keep_state(0, a));
+    assert_eq!(error, KvError::NotAtEnd { slot: a.slot(), position: 1, expected: 3 });
+    cache.node_keep_state(2, a).unwrap();
+    cache.check();
+    let too_many = KvShape { n_cells: 8, n_seq_max: 2, n_streams: 1, lifo: false };
+    assert!(KvCache::with_states(too_many, (1 << 20) + 1).is_err());
+}
+
+#[test]
+fn a_relinked_sequence_sees_the_cells_of_the_node_and_keeps_its_state() {
+    let mut cache = cache();
+    let [a, b] = [(); 2].map(|()| cache.seq_acquire(0).unwrap());
+    extend(&mut cache, a, 0..4);
+    cache.node_cache(1, a, 0, 4).unwrap();
+    let (_, own) = extend(&mut cache, b, 0..6);
+    let n_free = cache.n_cells_free();
+    for (node, p0, p1) in [(1, 3, 5), (7, 0, 4), (1, 2, 2)] {
+        let digest = cache.digest();
+        refused(cache.node_relink(node, b, p0, p1));
+        assert_eq!(cache.digest(), digest);
+    }
+    // Twice: the second time it sees the cells already.
+    for _ in 0..2 {
+        cache.node_relink(1, b, 1, 4).unwrap();
+        cache.check();
+        assert_eq!(cache.n_cells_free(), n_free + 3);
+    }
+    let cells = |id| {
+        let mut cells = Vec::new();
+        cache.visible_cells(id, 3, &mut cells);
+        cells
+    };
+    assert_eq!(cells(a)[1..], cells(b)[1..]);
+    assert_ne!(cells(a)[0], cells(b)[0]);
+    assert_eq!(extend(&mut cache, b, 6..7).0, Some(own));
+    // A node of another stream.
+    let mut two = KvCache::new(KvShape { n_cells: 64, n_seq_max: 2, n_streams: 2, lifo: false }).unwrap();
+    let [a, b] = [0, 1].map(|stream| two.seq_acquire(stream).unwrap());
+    for id in [a, b] {
+        let new = rows(id, 0..4);
+        two.prepare_rows(&borrow(&new)).unwrap().commit();
+    }
+    two.node_cache(1, a, 0, 4).unwrap();
+    let want = KvError::NodeStream { node: 1, stream: 0, slot: b.slot(), expected: 1 };
+    assert_eq!(refused(two.node_relink(1, b, 0, 4)), want);
+}
+
+/// Random calls against a map from sequences and nodes to the number of the commit that made their state.
 #[test]
 fn random_calls_keep_the_states_of_a_plain_model() {
     for seed in 0..20 {
         let rng = &mut SplitMix64::new(seed);
         let mut cache = cache();
         let ids: Vec<SeqId> = (0..N_SEQS).map(|_| cache.seq_acquire(0).unwrap()).collect();
-        // By sequence: its length, and the content of its state.
+        // By sequence: its length, and the content of its state. By node: its length, and the content of its state.
         let mut model = [(0, 0_u64); N_SEQS];
-        let mut contents = vec![0; n_states(N_SEQS)];
+        let mut nodes: BTreeMap<u64, (i32, Option<u64>)> = BTreeMap::new();
+        let mut contents = vec![0; n_states(N_SEQS, N_KEPT)];
         for number in 1..=400 {
             let (i, j) = (rng.below(N_SEQS), rng.below(N_SEQS));
-            match rng.below(5) {
+            let n_kept = nodes.values().filter(|(_, content)| content.is_some()).count();
+            assert_eq!(cache.n_states_kept(), n_kept, "seed {seed}, call {number}");
+            let chosen = nodes.keys().nth(rng.below(4)).copied();
+            match rng.below(10) {
                 0 => {
                     cache.seq_rm(ids[i], -1, -1).unwrap();
                     model[i] = (0, 0);
@@ -141,6 +296,34 @@ fn random_calls_keep_the_states_of_a_plain_model() {
                 1 if model[j].0 == 0 => {
                     let _ = cache.seq_cp(ids[i], ids[j], -1, -1).unwrap();
                     model[j] = if i == j { model[j] } else { model[i] };
+                }
+                // A new node of a whole sequence, with its state if the bound allows.
+                5 if model[i].0 > 0 && cache.node_cache(number, ids[i], 0, model[i].0).is_ok() => {
+                    let kept = cache.node_keep_state(number, ids[i]).is_ok();
+                    assert_eq!(kept, n_kept < N_KEPT);
+                    nodes.insert(number, (model[i].0, kept.then_some(model[i].1)));
+                }
+                6 if chosen.is_some() && model[j].0 == 0 => {
+                    let node = chosen.unwrap();
+                    let (n, content) = nodes[&node];
+                    let _ = cache.node_attach(node, ids[j], 0, n).unwrap();
+                    match content {
+                        Some(content) => model[j] = (n, content),
+                        None => cache.seq_rm(ids[j], -1, -1).unwrap(),
+                    }
+                }
+                7 if chosen.is_some() => {
+                    cache.node_drop_state(chosen.unwrap()).unwrap();
+                    nodes.get_mut(&chosen.unwrap()).unwrap().1 = None;
+                }
+                // Other cells at the same positions, with the same state.
+                9 if chosen.is_some_and(|node| nodes[&node].0 <= model[j].0) => {
+                    let node = chosen.unwrap();
+                    cache.node_relink(node, ids[j], 0, nodes[&node].0).unwrap();
+                }
+                8 if chosen.is_some() => {
+                    cache.node_trim(chosen.unwrap(), 0).unwrap();
+                    nodes.remove(&chosen.unwrap());
                 }
                 kind => {
                     if model.iter().map(|(n, _)| n).sum::<i32>() > 50 {

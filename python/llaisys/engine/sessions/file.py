@@ -1,10 +1,12 @@
 """SessionWriter and SessionReader: the file of a saved session, with its tokens and their cached K and V.
 
     magic 8 B | version u32 | header length u32 | header JSON | digest
+    with recurrent layers: number of tokens before the state u32 (0: no state) | state | digest
     for each piece, in the order of positions: number of positions u32 (above 0) | K and V | digest
     0 u32 | digest                                                            and nothing after it
 
-Numbers are little endian; K and V are the bytes of `Context.kv_node_export`. Each digest is BLAKE2b-256 over
+Numbers are little endian; K and V are the bytes of `Context.kv_node_export`, the state is that of
+`Context.kv_node_export_state`. Each digest is BLAKE2b-256 over
 the previous digest and everything after it, which detects damage, loss, reordering and pieces of another
 file. It is not a signature: every process that may write to the session store is trusted.
 """
@@ -63,6 +65,7 @@ class SessionFileSpec:
     """Properties that a file must match, and its bounds.
 
     - `fingerprint`: that of the context. `cell_bytes`: bytes of K and V of one token in all layers.
+    - `state_bytes`: bytes of a recurrent state; 0 without recurrent layers.
     - `n_tokens_max`: tokens of a file. `n_piece`: positions of a piece. `n_files_max`: files in one folder.
     """
 
@@ -72,6 +75,7 @@ class SessionFileSpec:
     n_tokens_max: int
     n_piece: int
     n_files_max: int
+    state_bytes: int = 0
 
 
 class _Digest:
@@ -89,7 +93,10 @@ class _Digest:
 
 
 class SessionWriter:
-    """Writes one file: `open`, `add` in order, `commit`. The file gets its final name when it is complete."""
+    """Writes one file: `open`, `add_state` with recurrent layers, `add` in order, `commit`.
+
+    The file gets its final name when it is complete.
+    """
 
     def __init__(self, path: Path, token_ids: Sequence[int], spec: SessionFileSpec) -> None:
         self._path, self._token_ids, self._spec = path, token_ids, spec
@@ -114,6 +121,11 @@ class SessionWriter:
             self._fd, self._temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=folder)
             header = msgspec.json.encode(_Header(self._spec.fingerprint, [*self._token_ids]))
             self._write(_FIXED.pack(MAGIC, VERSION, len(header)), header)
+
+    def add_state(self, n_tokens: int, state: NDArray[np.uint8]) -> None:
+        """Write the recurrent state after the first `n_tokens` tokens; 0: there is none."""
+        with _disk_errors(self._path):
+            self._write(_COUNT.pack(n_tokens), state)
 
     def add(self, n_positions: int, data: NDArray[np.uint8]) -> None:
         """Write K and V of the next positions."""
@@ -152,7 +164,7 @@ class SessionWriter:
 
 
 class SessionReader:
-    """Reads one file: `open`, then `next` until it returns None.
+    """Reads one file: `open`, `read_state` with recurrent layers, then `next` until it returns None.
 
     All content is checked before use. Allocations are bounded by the file's size and `SessionFileSpec`.
     """
@@ -178,6 +190,20 @@ class SessionReader:
                 self._reject("is not a regular file")
             self._n_left = status.st_size
             return self._read_header()
+
+    def read_state(self) -> tuple[int, NDArray[np.uint8]]:
+        """Return the number of tokens before the recurrent state, and its bytes; 0: there is none.
+
+        Raises RejectedError for a damaged file, or StorageError.
+        """
+        with _disk_errors(self._path):
+            count = self._read(_COUNT.size)
+            (n_tokens,) = _COUNT.unpack(count)
+            if n_tokens > self._n_missing:
+                self._reject(f"is damaged: a state after {n_tokens} tokens, it has {self._n_missing}")
+            state = self._read(self._spec.state_bytes if n_tokens else 0)
+            self._check_digest(count, state)
+            return n_tokens, np.frombuffer(state, np.uint8)
 
     def next(self) -> tuple[int, NDArray[np.uint8]] | None:
         """Return the number of positions of the next piece, and their K and V as bytes `[n]`.
@@ -233,7 +259,10 @@ class SessionReader:
         if n_tokens and not 0 <= min(header.token_ids) <= max(header.token_ids) < spec.vocab_size:
             self._reject(f"has token ids outside 0 to {spec.vocab_size - 1}")
         frame = _COUNT.size + DIGEST_BYTES
-        if self._n_left > n_tokens * (spec.cell_bytes + frame) + frame:
+        n_max = n_tokens * (spec.cell_bytes + frame) + frame
+        if spec.state_bytes:
+            n_max += spec.state_bytes + frame
+        if self._n_left > n_max:
             self._reject(f"is damaged: {self._n_left} bytes are too many for {n_tokens} tokens")
         self._n_missing = n_tokens
         return array("i", header.token_ids)

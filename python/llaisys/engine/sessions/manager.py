@@ -77,13 +77,15 @@ class Session:
 class SessionManager:
     """The sessions of one engine. Engine thread only.
 
-    Invariant: after each change, at most the share `session_kv_share` of all cells is pinned (`n_pinned`).
+    Invariant: after each change, at most the share `session_kv_share` of all cells is pinned (`n_pinned`),
+    and at most this share of the recurrent states, of which a pin needs one.
     """
 
     def __init__(self, kv_cache: KvCacheManager, limits: Limits) -> None:
         """Initialize without sessions. If prefix caching is off, every operation is rejected."""
         self._kv_cache = kv_cache
-        self._is_recurrent = limits.state_bytes > 0
+        n_states = int(limits.n_states_kept * limits.session_kv_share)
+        self._n_pins_max = n_states if limits.state_bytes else limits.max_sessions
         self._shares = Shares(limits.max_sessions, limits.n_clients)
         self._n_pinned_max = int(limits.n_cells * limits.session_kv_share)
         self._by_key: dict[SessionKey, Session] = {}
@@ -177,16 +179,18 @@ class SessionManager:
     def pin(self, session: Session) -> None:
         """Pin the cached part of a session and make it the most recently used one.
 
-        While sessions pin more cells than allowed, release the least recently used pins.
+        While sessions pin more cells or states than allowed, release the least recently used pins.
         """
         kv_cache, old = self._required_cache(), session.pin
-        session.pin = kv_cache.pin_session(session.salt, session.token_ids, session.stream)
+        session.pin = kv_cache.pin_session(
+            session.salt, session.token_ids, session.stream, is_restoring=session.is_restoring
+        )
         self._pinned.pop(session.key, None)
         if session.pin is not None:
             self._pinned[session.key] = session
         if old is not None:
             kv_cache.unpin(old)
-        while self.n_pinned > self._n_pinned_max:
+        while self.n_pinned > self._n_pinned_max or len(self._pinned) > self._n_pins_max:
             self.unpin_least_recent()
 
     def unpin_least_recent(self) -> bool:
@@ -230,6 +234,8 @@ class SessionManager:
         """Raise BrokenInvariant if too many cells are pinned or the list of pins is wrong."""
         if self.n_pinned > self._n_pinned_max:
             raise BrokenInvariant(f"sessions pin {self.n_pinned} cells, the limit is {self._n_pinned_max}")
+        if len(self._pinned) > self._n_pins_max:
+            raise BrokenInvariant(f"{len(self._pinned)} sessions have a pin, allowed are {self._n_pins_max}")
         pinned = {key for key, session in self._by_key.items() if session.pin is not None}
         if pinned != self._pinned.keys():
             raise BrokenInvariant(f"{len(pinned)} sessions have a pin, {len(self._pinned)} are listed")
@@ -239,8 +245,7 @@ class SessionManager:
     def _required_cache(self) -> KvCacheManager:
         """Return the KV cache. Raises UnsupportedError if prefix caching is off."""
         if not self._kv_cache.caches_prefixes:
-            off = "off for models with recurrent layers" if self._is_recurrent else "off"
-            raise UnsupportedError(f"sessions need the prefix cache, which is {off}", param="session_id")
+            raise UnsupportedError("sessions need the prefix cache, which is off", param="session_id")
         return self._kv_cache
 
     def _checked_count(self, session: Session, n_tokens: int | None) -> int:

@@ -215,7 +215,10 @@ class SessionRequestHandler:
         salt, token_ids, stream = session.salt, session.token_ids, session.stream
         writer = SessionWriter(path, token_ids, spec)
         try:
+            state = self._kv_cache.export_state(salt, token_ids, stream)
             yield writer.open
+            if spec.state_bytes:
+                yield partial(writer.add_state, *(state or (0, np.empty(0, np.uint8))))
             at = 0
             while (
                 data := self._kv_cache.export_cells(salt, token_ids, stream, at, spec.n_piece)
@@ -234,11 +237,16 @@ class SessionRequestHandler:
         try:
             session.token_ids = yield reader.open
             session.stream = self._stream_for(session)
+            n_before, state = (yield reader.read_state) if spec.state_bytes else (0, np.empty(0, np.uint8))
             while (piece := (yield reader.next)) is not None:
                 n_positions, data = piece
                 if self._load(session, at, n_positions, data) and first_loaded is None:
                     first_loaded = at
                 at += n_positions
+            if n_before:
+                ids = session.token_ids[:n_before]
+                self._kv_cache.import_state(session.salt, ids, session.stream, state)
+                self._sessions.pin(session)
         except LlaisysError as error:
             self._callbacks.end_restore(session, error)
             if first_loaded is not None:
@@ -258,7 +266,7 @@ class SessionRequestHandler:
         streams = range(self._kv_cache.n_streams)
         return (
             match.stream
-            if match.n_tokens
+            if match.n_same
             else max(streams, key=lambda s: (self._callbacks.n_available_cells(s), -s))
         )
 
@@ -267,7 +275,7 @@ class SessionRequestHandler:
         kv_cache, end = self._kv_cache, at + n_positions
         salt, stream, ids = session.salt, session.stream, session.token_ids[:end]
         loaded = False
-        if kv_cache.prefix_cache.match(salt, ids, end, stream).n_tokens < end:
+        if kv_cache.prefix_cache.match(salt, ids, end, stream).n_same < end:
             if self._callbacks.n_available_cells(stream) < n_positions:
                 return False
             loaded = kv_cache.import_cells(salt, ids, stream, at, data)
@@ -280,6 +288,7 @@ def _file_spec(kv_cache: KvCacheManager, limits: Limits) -> SessionFileSpec:
         fingerprint=kv_cache.fingerprint(),
         vocab_size=limits.vocab_size,
         cell_bytes=limits.kv_cell_bytes,
+        state_bytes=limits.state_bytes,
         n_tokens_max=limits.max_model_len,
         n_piece=max(1, PIECE_BYTES // limits.kv_cell_bytes),
         n_files_max=limits.max_sessions,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llaisys.engine.prefix_cache import n_common
+from llaisys.engine.prefix_tree import n_common
 from llaisys.engine.request import Request
 from llaisys.engine.worker import Worker
 from llaisys.errors import ExhaustedError, LlaisysError

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llaisys.engine.prefix_cache import n_common
+from llaisys.engine.prefix_tree import n_common
 
 # Rows of the largest step with drafts; beyond it, arithmetic binds and drafts do not pay.
 ROWS_MAX = 16
