@@ -88,7 +88,7 @@ test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
 endif
 
-test-long: model browser faults-core ## run storms, parity with the real model, the wheel build and the GPU bundle's dry run
+test-long: model browser faults-core ## run storms, parity with the real model, the builds of the wheel and of the Dockerfile, and the GPU bundle's dry run
 	SIM_SEEDS=20 SIM_REQUESTS=200000 $(VENV)/bin/pytest -q tests/sim/test_simulation.py tests/sim/test_memory.py
 	$(VENV)/bin/pytest -q tests -m long
 

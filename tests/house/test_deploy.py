@@ -13,6 +13,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
+from dockerfile import Build, stages
 from llaisys.cli.config_flags import add_config_flags, overrides_of
 from llaisys.config import Config
 
@@ -89,6 +90,23 @@ def test_the_image_does_not_run_as_root_and_stops_by_the_signal_that_drains() ->
     assert re.search(r"^STOPSIGNAL SIGTERM$", last, re.M)
     copied = [path for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for path in line.split()]
     assert all((ROOT / path).exists() for path in copied), copied
+
+
+def test_every_step_of_the_dockerfile_is_run_by_a_test_or_needs_root() -> None:
+    """`tests/e2e/test_dockerfile.py` runs the steps; these are the ones that it leaves out."""
+    found = stages((ROOT / "Dockerfile").read_text("utf-8"), Path("/image"))
+    left_out = [
+        command.split()[0]
+        for stage in found.values()
+        for step in stage.steps
+        if step.name == "RUN"
+        for command in map(str.strip, step.text.split("&&"))
+        if command not in step.commands()
+    ]
+    assert left_out == ["apt-get", "apt-get", "rm", "useradd"]
+    wheel = found["wheel"]
+    (_, pip) = wheel.steps[1].commands()
+    assert Build(found, ROOT, {}).moved(wheel, pip).startswith("/image/wheel/venv/bin/pip install ")
 
 
 def test_local_files_are_excluded_from_the_image() -> None:
