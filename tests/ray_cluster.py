@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -54,18 +55,27 @@ def ray_cluster(folder: Path, **arguments: Any) -> Iterator[Cluster]:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         port = made.getsockname()[1]
-    command = [sys.executable, __file__, json.dumps({**arguments, "port": port})]
     path = os.pathsep.join(p for p in sys.path if p)
-    env = environment(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", PYTHONPATH=path)
+    # On a machine that is short of memory, Ray would kill replicas.
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0"}
+    env = environment(PYTHONPATH=path, **quiet)
     log = folder / "ray.log"
+    # A connection for each request: Ray's proxy was seen closing an idle one just as the client reused it.
+    fresh = httpx.Limits(max_keepalive_connections=0)
     with (
+        # Short, because paths of sockets have at most 107 bytes.
+        TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary,
         log.open("w", encoding="utf-8") as stderr,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env
+            [sys.executable, __file__, json.dumps({**arguments, "port": port}), temporary],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=env,
         ) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None) as http,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=fresh) as http,
     ):
-        family: list[psutil.Process] = []
         try:
             cluster = Cluster(process, http, log)
             cluster.expect(READY)
@@ -73,11 +83,11 @@ def ray_cluster(folder: Path, **arguments: Any) -> Iterator[Cluster]:
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) > 3
             process.communicate()
+            block_until(lambda: not any(map(psutil.Process.is_running, family)))
         finally:
             with suppress(psutil.NoSuchProcess):
-                family += psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            block_until(lambda: not any(map(psutil.Process.is_running, family)))
+                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    each.kill()
 
 
 def main() -> None:
@@ -87,7 +97,8 @@ def main() -> None:
     from llaisys.ray import app
 
     arguments = json.loads(sys.argv[1])
-    ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=True)
+    limits = {"num_cpus": CPUS, "object_store_memory": STORE_BYTES}
+    ray.init(**limits, include_dashboard=False, log_to_driver=True, _temp_dir=sys.argv[2])
     serve.start(http_options={"host": "127.0.0.1", "port": arguments["port"]})
     serve.run(app(arguments), name="llaisys")
     print(READY, flush=True)
