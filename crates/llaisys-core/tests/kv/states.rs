@@ -150,7 +150,9 @@ fn a_sequence_continues_from_the_state_of_the_node_that_was_attached_last() {
     cache.node_drop_state(1).unwrap();
     assert_eq!(cache.take_freed_states(), [late, early]);
     cache.node_trim(1, 0).unwrap();
-    [b, c].map(|id| cache.seq_release(id).unwrap());
+    for id in [b, c] {
+        cache.seq_release(id).unwrap();
+    }
     cache.check();
     assert_eq!((cache.n_states_kept(), cache.n_cells_free()), (0, 64));
 }
