@@ -68,7 +68,8 @@ class ModelInfo:
     - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
       of all layers.
     - `state_bytes`: size of the recurrent state of one sequence; 0 without recurrent layers.
-      `recurrent_width`: activations (float32) of one row that only these layers need.
+      `recurrent_width`: activations (float32) of one row that only these layers need. `journal_width`:
+      numbers (float32) that they record of one row of a sequence with drafts.
     - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
       `repetition_penalty`).
     - `tokenizer`: the tokenizer of a GGUF. None for a folder, which has a `tokenizer.json` instead.
@@ -107,3 +108,4 @@ class ModelInfo:
     has_score_head: bool = False
     state_bytes: int = 0
     recurrent_width: int = 0
+    journal_width: int = 0

@@ -1,6 +1,6 @@
 """Models with recurrent layers: a request has the same bits whatever happens around it.
 
-A prefix is shared where its recurrent state is kept. Speculation is refused by name.
+A prefix is shared where its recurrent state is kept. Speculation is tested in test_speculation.py.
 """
 
 from __future__ import annotations
@@ -175,14 +175,20 @@ def test_activations_of_recurrent_layers_count_in_the_workspace() -> None:
     settings = Config(max_num_batched_tokens=1000)
     row_bytes = memory._workspace_bytes(settings, info)
     assert row_bytes - memory._workspace_bytes(settings, replace(info, recurrent_width=0)) == 4000 * width
+    # Of a row of a sequence with drafts, the inputs of four recurrent layers are recorded.
+    assert info.journal_width == 4 * (128 + 2 * 4)
+    drafts = Config(
+        max_num_batched_tokens=1000,
+        max_num_seqs=10,
+        speculative_config=SpeculativeConfig(method="suffix", num_speculative_tokens=4),
+    )
+    row_bytes = memory._workspace_bytes(drafts, info)
+    none = memory._workspace_bytes(drafts, replace(info, journal_width=0))
+    assert row_bytes - none == 4 * 10 * 5 * info.journal_width
 
 
-def test_speculation_is_refused_by_name() -> None:
+def test_a_draft_model_with_recurrent_layers_is_refused_by_name() -> None:
     info = inspect_model(GOLDENS / FOLDERS[1])
-    config = Config(speculative_config=SpeculativeConfig(method="suffix"))
-    with pytest.raises(UnsupportedError, match="Qwen3_5MoeForCausalLM") as refused:
-        size_engine(config, info, 1024 * MIB, Cpus(2))
-    assert refused.value.param == "speculative_config"
     draft = Config(speculative_config=SpeculativeConfig(method="draft_model", model="draft"))
     attention = inspect_model(GOLDENS / "qwen3_moe_bf16")
     with pytest.raises(UnsupportedError, match="Qwen3_5MoeForCausalLM"):

@@ -309,14 +309,19 @@ def test_predictions_change_nothing(
         ("qwen3_moe_bf16", {}),
         ("llama3-rope-bf16", {"n_ranks": 2, "n_threads": 2}),
         ("qwen2-tied-bf16", {"kv_dtype": "int8"}),
+        ("qwen3_5_bf16", {"n_states_kept": 8}),
+        ("qwen3_next_bf16", {"n_states_kept": 3, "n_threads": 2}),
     ],
 )
-def test_windows_experts_ranks_and_int8_cells(folder: str, context: dict[str, Any]) -> None:
+def test_windows_experts_ranks_int8_cells_and_recurrent_layers(folder: str, context: dict[str, Any]) -> None:
     requests = golden_requests(GOLDENS / folder, 40)
     model = Model(GOLDENS / folder, "bfloat16", load_golden(GOLDENS / folder).vocab_size)
-    want, _ = run(model, requests, Setting(context=context))
+    n_kept = context.get("n_states_kept", 0)
+    limits = {"state_bytes": int(n_kept > 0), "n_states_kept": n_kept}
+    want, _ = run(model, requests, Setting(context=context, limits=limits))
     speculator = scripted(model.vocab_size)(want)
-    compare(want, run(model, requests, Setting(n_cells=1024, context=context), speculator)[0])
+    drafted = Setting(n_cells=1024, context=context, limits=limits)
+    compare(want, run(model, requests, drafted, speculator)[0])
     print(f"{speculator.n_accepted} accepted, {speculator.n_rejected} rejected")
     assert min(speculator.n_accepted, speculator.n_rejected) > 20
 

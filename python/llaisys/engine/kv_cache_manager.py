@@ -292,7 +292,10 @@ class KvCacheManager:
     def _insert(self, request: Request) -> Sequence[CacheEdit]:
         salt, ids = request.source.cache_salt, request.token_ids[: request.num_computed]
         request.pin, edits = self.prefix_cache.insert(salt, ids, request.stream, request.pin)
-        self._worker.edit_cache((*edits, *self.prefix_cache.keep_state(request.pin)), request.seq_id)
+        self._worker.edit_cache(edits, request.seq_id)
+        # Drafts that were accepted behind the token that ended the request are in its state.
+        if self.prefix_cache.n_states_max and self._worker.sequence_end(request.seq_id) == len(ids):
+            self._worker.edit_cache(self.prefix_cache.keep_state(request.pin), request.seq_id)
         if self._blocks is not None:
             self._blocks.apply(edits, salt, ids)
         return edits

@@ -122,7 +122,7 @@ def size_engine(
 
     Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
-    _check_speculation(config, info, gpu, draft)
+    _check_speculation(config, gpu, draft)
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
@@ -308,9 +308,7 @@ def size_encoder(
     return EngineSizing(settings, limits, summary)
 
 
-def _check_speculation(
-    config: EngineConfig, info: ModelInfo, gpu: GpuSettings | None, draft: ModelInfo | None
-) -> None:
+def _check_speculation(config: EngineConfig, gpu: GpuSettings | None, draft: ModelInfo | None) -> None:
     """Raise UnsupportedError if drafts cannot be verified or computed."""
     if config.speculative_config is None:
         return
@@ -318,13 +316,12 @@ def _check_speculation(
         raise UnsupportedError(
             "speculative decoding runs on the CPU only; set device cpu", param="speculative_config"
         )
-    for model in (info, draft):
-        if model is not None and model.state_bytes:
-            raise UnsupportedError(
-                f"speculative decoding does not support {model.architecture}: its recurrent layers have no "
-                "state to return to after a rejected draft; remove speculative_config",
-                param="speculative_config",
-            )
+    if draft is not None and draft.state_bytes:
+        raise UnsupportedError(
+            f"the draft model is a {draft.architecture}, whose recurrent layers have no state to return to "
+            "after a rejected draft; choose another draft model",
+            param="speculative_config",
+        )
 
 
 def _check_draft(draft: ModelInfo, info: ModelInfo) -> None:
@@ -449,7 +446,11 @@ def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
     row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head + info.recurrent_width
     n_rows = config.max_num_batched_tokens
     n_requests = min(n_rows, config.max_num_seqs)
-    return _FLOAT_BYTES * (n_rows * row + n_logits * n_requests * info.vocab_size)
+    n_verified = 0
+    if config.speculative_config is not None:
+        n_verified = min(n_rows, n_requests * (1 + config.speculative_config.num_speculative_tokens))
+    n_recorded = n_verified * info.journal_width
+    return _FLOAT_BYTES * (n_rows * row + n_recorded + n_logits * n_requests * info.vocab_size)
 
 
 def _check_fits(config: EngineConfig, info: ModelInfo, memory_bytes: int, kv_bytes: int) -> None:

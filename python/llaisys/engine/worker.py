@@ -124,6 +124,10 @@ class Worker:
         stream, copied to another."""
         self._change(self._context.kv_seq_cp, source_id, seq_id, 0, n_tokens)
 
+    def sequence_end(self, seq_id: int) -> int:
+        """Return the position after the last one of a sequence."""
+        return self._context.kv_seq_pos_max(seq_id) + 1
+
     def reclaim_cells(self, seq_id: int, end: int) -> None:
         """Free the sequence's positions below `end`."""
         self._context.kv_seq_rm(seq_id, 0, end)

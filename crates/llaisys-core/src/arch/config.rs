@@ -255,6 +255,12 @@ impl ModelConfig {
         self.delta_net.map_or(0, |delta_net| self.n_recurrent() * delta_net.state_len())
     }
 
+    /// Numbers (f32) that are recorded of one row of a sequence with drafts, all recurrent layers; 0 without them.
+    pub fn journal_width(&self) -> usize {
+        let of_layer = |delta_net: DeltaNet| delta_net.channels() + 2 * delta_net.heads.n_values;
+        self.delta_net.map_or(0, |delta_net| self.n_recurrent() * of_layer(delta_net))
+    }
+
     /// Activations of one row that only a model with recurrent layers needs; 0 for the others.
     pub fn recurrent_width(&self) -> usize {
         self.delta_net.map_or(0, |delta_net| delta_net.row_width() + self.n_heads * self.d_head)

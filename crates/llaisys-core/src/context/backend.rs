@@ -5,6 +5,7 @@ use crate::arch::weight_id::WeightId;
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::forward::decoder::ForwardRows;
+use crate::forward::journal::Replay;
 use crate::forward::weights::Replacement;
 use crate::kv::{Copies, KvCache};
 use crate::progress::Progress;
@@ -71,6 +72,15 @@ pub(crate) trait Backend: Any + Debug + Send {
 
     /// Fills `cells` with NaN in all layers.
     fn nan_fill(&mut self, cells: &[u32]) -> Result<()>;
+
+    /// Forgets the recorded inputs of recurrent layers.
+    fn clear_journal(&mut self) {}
+
+    /// Records the inputs of recurrent layers at these rows of the next [`Backend::forward`].
+    fn journal_rows(&mut self, _rows: &[u32]) {}
+
+    /// Computes the recurrent states of some sequences again from the recorded inputs.
+    fn replay(&mut self, _replays: &[Replay]) {}
 
     /// Returns the bytes of a recurrent state in all layers; 0 for a model or a device without.
     fn state_bytes(&self) -> usize {

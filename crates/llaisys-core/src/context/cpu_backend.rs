@@ -11,6 +11,7 @@ use crate::dtype::KvDType;
 use crate::error::Result;
 use crate::faults::fault_point;
 use crate::forward::decoder::{Decoder, ForwardRows, HeadScratch, KvLayers, Workspace};
+use crate::forward::journal::{Journal, Replay};
 use crate::forward::shard::Shard;
 use crate::forward::weights::{PackSettings, Replacement, Weights};
 use crate::kv::{Copies, StateStorage, Storage, n_states};
@@ -30,6 +31,9 @@ pub(super) struct Rank {
     pub(super) work: Workspace,
     pub(super) storage: Storage,
     states: StateStorage,
+    journal: Journal,
+    /// Rows of a pass.
+    n_batch: usize,
     head: HeadScratch,
     pruned_argmax: PrunedArgmaxScratch,
     /// The result of the last [`Rank::pruned_argmax`].
@@ -50,6 +54,7 @@ pub(crate) struct CpuBackend {
 struct Layers<'a> {
     storage: &'a mut Storage,
     states: &'a mut StateStorage,
+    journal: &'a mut Journal,
     progress: Option<&'a Progress>,
 }
 
@@ -63,6 +68,10 @@ impl KvLayers for Layers<'_> {
 
     fn states_mut(&mut self, index: usize) -> &mut [f32] {
         self.states.layer_mut(index)
+    }
+
+    fn journal(&mut self) -> Option<&mut Journal> {
+        Some(self.journal)
     }
 
     fn layer(&self, index: usize) -> KvLayer<'_> {
@@ -91,7 +100,9 @@ impl Rank {
         let n_states = n_states(config.n_seq_max, config.n_states_kept);
         let states = StateStorage::new(model.n_recurrent(), n_states, state_len)?;
         let (head, pruned_argmax) = (HeadScratch::default(), PrunedArgmaxScratch::default());
-        Ok(Self { decoder, ops, work, storage, states, head, pruned_argmax, ids: Vec::new() })
+        let (journal, n_batch) = (Journal::new(model.n_recurrent()), config.n_batch);
+        let ids = Vec::new();
+        Ok(Self { decoder, ops, work, storage, states, journal, n_batch, head, pruned_argmax, ids })
     }
 
     /// Runs [`Decoder::forward`] on this rank.
@@ -100,8 +111,8 @@ impl Rank {
         if !is_first {
             fault_point!("decode.rank");
         }
-        let (storage, states) = (&mut self.storage, &mut self.states);
-        let mut layers = Layers { storage, states, progress: is_first.then_some(progress) };
+        let (storage, states, journal) = (&mut self.storage, &mut self.states, &mut self.journal);
+        let mut layers = Layers { storage, states, journal, progress: is_first.then_some(progress) };
         Ok(self.decoder.forward(&mut self.ops, rows, &mut layers, &mut self.work)?)
     }
 
@@ -269,6 +280,21 @@ impl Backend for CpuBackend {
     }
 
     // A model with recurrent layers has one rank.
+    fn clear_journal(&mut self) {
+        self.ranks[0].journal.clear();
+    }
+
+    fn journal_rows(&mut self, rows: &[u32]) {
+        self.ranks[0].journal.choose(rows);
+    }
+
+    fn replay(&mut self, replays: &[Replay]) {
+        let Rank { decoder, ops, work, storage, states, journal, n_batch, .. } = &mut self.ranks[0];
+        let mut unused = Journal::default();
+        let mut layers = Layers { storage, states, journal: &mut unused, progress: None };
+        decoder.replay(ops, replays, journal, &mut layers, work, *n_batch);
+    }
+
     fn state_bytes(&self) -> usize {
         self.ranks[0].states.state_bytes()
     }

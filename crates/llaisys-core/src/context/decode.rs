@@ -4,9 +4,9 @@ use super::Context;
 use super::backend::{Backend, StepBatch};
 use super::layout::Layout;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
-use super::state_rows::StateRows;
+use super::state_rows::{StateRows, VerifiedRows};
 use crate::batch::{Batch, BatchArrays, output};
-use crate::error::{KvError, Rejected, Result};
+use crate::error::Result;
 use crate::faults::fault_point;
 use crate::forward::decoder::ForwardRows;
 use crate::kv::{KvCache, KvRow, Reservation};
@@ -69,11 +69,9 @@ impl Context {
         let batch = Batch::new(request.arrays, self.limits())?;
         let vocab_size = self.config().vocab_size;
         let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
-        if self.state_rows.is_some()
-            && let Some(row) = (0..batch.n_rows()).find(|&row| batch.is_draft(row))
-        {
-            return Err(Rejected::Kv(KvError::RecurrentDraft { row }).into());
-        }
+        let mut verified =
+            self.state_rows.is_some().then(|| VerifiedRows::new(&batch, self.config.n_seq_max));
+        self.backend.clear_journal();
         self.nan_fill_freed()?;
         fault_point!("decode.prepare");
         self.broken = true;
@@ -102,19 +100,27 @@ impl Context {
         for rows in others.chunk_by(|row, next| row + 1 == *next) {
             for rows in rows.chunks(self.config.n_batch) {
                 let rows = rows[0]..rows[0] + rows.len();
+                if let Some(verified) = &mut verified {
+                    step.backend.journal_rows(verified.in_pass(&batch, rows.clone()));
+                }
                 step.pass(reservation.kv(), reservation.row_cells(), rows)?;
             }
         }
         step.collect(&mut reservation, &stepped)?;
         let mut result = step.result;
         let removed = result.rows_to_remove(&batch);
+        let (replayed, replays) = verified
+            .map_or_else(Default::default, |verified| verified.cut(&batch, reservation.kv(), &removed));
+        if !replays.is_empty() {
+            self.backend.replay(&replays);
+        }
         fault_point!("decode.commit");
         self.broken = true;
         if removed.is_empty() {
             reservation.commit();
             progress.rows_committed(batch.n_rows());
         } else {
-            let removed_with = reservation.commit_without(&removed);
+            let removed_with = reservation.commit_without(&removed, &replayed);
             progress.rows_committed(removed_with.iter().filter(|culprit| culprit.is_none()).count());
             result.remove_rows(&removed_with);
         }

@@ -76,9 +76,6 @@ pub enum KvError {
     /// A row of several sequences in a model with recurrent layers.
     #[error("row {row} belongs to several sequences; with recurrent layers each row has its own sequence")]
     RecurrentCoupled { row: usize },
-    /// A draft in a model with recurrent layers.
-    #[error("row {row} is a draft; recurrent layers have no state to return to if it is rejected")]
-    RecurrentDraft { row: usize },
     /// A cut outside the node.
     #[error("cache node {node} has positions {start} to {end} - 1 and cannot be cut at {at}")]
     NodeBounds { node: u64, at: i32, start: i32, end: i32 },

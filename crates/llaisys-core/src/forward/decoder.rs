@@ -5,6 +5,7 @@
 //! In a model that is split ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are
 //! summed where they join the residual stream, of which every rank has all columns.
 
+use super::journal::Journal;
 use super::workspace::{Activations, ExpertRows};
 use crate::arch::config::{Experts, ModelConfig};
 use crate::arch::spec::QkNorm;
@@ -48,6 +49,10 @@ pub trait KvLayers {
     fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_>;
     /// All states of recurrent layer `index`, `[n_states, state_len]`.
     fn states_mut(&mut self, index: usize) -> &mut [f32];
+    /// The journal of the recurrent layers' inputs; None: nothing is recorded.
+    fn journal(&mut self) -> Option<&mut Journal> {
+        None
+    }
 }
 
 /// The weights of a model, or a rank's part of them, and the configuration of the forward pass.

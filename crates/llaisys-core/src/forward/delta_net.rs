@@ -1,12 +1,14 @@
 //! The recurrent layers of the forward pass: Gated DeltaNet (arXiv:2412.06464).
 
-use super::decoder::{Decoder, Pass};
+use super::decoder::{Decoder, KvLayers, Pass};
+use super::journal::{Journal, Replay};
+use super::workspace::{DeltaRows, Workspace};
 use crate::arch::delta_net::DeltaNet;
 use crate::error::DeviceError;
 use crate::forward::decoder::Branch;
-use crate::forward::weights::DeltaNetWeights;
+use crate::forward::weights::{DeltaNetWeights, Mixer};
 use crate::ops::{
-    self, Convolution, DeltaInputs, LinearPart, OpContext, Recurrence, RecurrentRows, StatesMut,
+    self, Convolution, DeltaInputs, LinearPart, OpContext, Recurrence, RecurrentRows, SequenceRows, StatesMut,
 };
 
 /// Added to the sum of squares of a query or key before its root.
@@ -28,37 +30,110 @@ impl Decoder {
         let parts = [&weights.q, &weights.k, &weights.v, &weights.z].map(part);
         ops::linear(cx, input, &parts, &mut [&mut *w.q_in, &mut *w.k_in, &mut *w.v_in, &mut *w.z]);
         ops::linear(cx, input, &[&weights.b, &weights.a].map(part), &mut [&mut *w.b, &mut *w.a]);
-        let rows = convolve(cx, index, weights, &config, pass);
-        let w = &mut pass.w.delta;
-        let eps = L2_EPS / config.heads.d_key as f32;
-        ops::rms_norm_in_place(cx, w.q, &weights.unit[0], eps);
-        ops::rms_norm_in_place(cx, w.k, &weights.unit[1], eps);
-        ops::delta_gates(w.b, w.a, &weights.rate, &weights.dt_bias);
-        let inputs = DeltaInputs { q: w.q, k: w.k, v: w.v, beta: w.b, decay: w.a };
-        let states = StatesMut {
-            data: pass.kv.states_mut(index),
-            stride: config.state_len(),
-            offset: config.window_len(),
-            len: config.heads.matrices_len(),
-        };
-        // The convolution has read its inputs.
-        ops::delta_rule(cx, inputs, Recurrence { heads: config.heads, rows, states }, w.v_in, w.out);
+        if let Some(journal) = pass.kv.journal() {
+            journal.record(index, pass.rows.tokens.len(), w);
+        }
+        let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
+        recur(cx, &config, weights, rows, pass.kv.states_mut(index), w);
         ops::gated_norm(cx, w.out, w.z, &weights.norm, self.config().rms_eps);
         let branch = Branch { input: w.out, projection: &weights.out, norm: None };
         self.add_projection(cx, branch, pass.w.x, pass.w.normed)
     }
+
+    /// Computes the states of sequences again, from recorded inputs and with the same bits as a pass over these rows.
+    /// `n_rows`: rows that `work` has memory for.
+    pub fn replay(
+        &self,
+        cx: &mut OpContext,
+        replays: &[Replay],
+        journal: &Journal,
+        kv: &mut dyn KvLayers,
+        work: &mut Workspace,
+        n_rows: usize,
+    ) {
+        let config = self.config().delta_net.expect("only models with recurrent layers have replays");
+        for group in Group::all(replays, n_rows) {
+            let recurrent = RecurrentRows { sequences: &group.sequences, order: &group.order };
+            let mut index = 0;
+            for layer in &self.weights.layers {
+                if let Mixer::DeltaNet(weights) = &layer.mixer {
+                    let w = &mut work.rows(group.rows.len()).delta;
+                    journal.load(index, &group.rows, w);
+                    recur(cx, &config, weights, recurrent, kv.states_mut(index), w);
+                    index += 1;
+                }
+            }
+        }
+    }
 }
 
-/// Convolves queries, keys and values, each with its part of the windows. Returns the rows of each sequence.
-fn convolve<'a>(
+/// Sequences that are replayed together.
+#[derive(Debug, Default)]
+struct Group {
+    sequences: Vec<SequenceRows>,
+    order: Vec<u32>,
+    /// Rows of the journal, `[n]`.
+    rows: Vec<u32>,
+}
+
+impl Group {
+    /// Divides the sequences into groups of up to `n_max` rows. A sequence with more rows is in several groups, in order.
+    fn all(replays: &[Replay], n_max: usize) -> Vec<Self> {
+        let mut groups = vec![Self::default()];
+        for replay in replays {
+            let mut before = replay.before;
+            for rows in replay.rows.chunks(n_max) {
+                if groups.last().is_none_or(|group| group.rows.len() + rows.len() > n_max) {
+                    groups.push(Self::default());
+                }
+                let group = groups.last_mut().expect("pushed above");
+                let start = group.rows.len();
+                group.rows.extend_from_slice(rows);
+                group.order.extend(start as u32..group.rows.len() as u32);
+                group.sequences.push(SequenceRows { before, after: replay.after, start, n_rows: rows.len() });
+                before = Some(replay.after);
+            }
+        }
+        groups.retain(|group| !group.rows.is_empty());
+        groups
+    }
+}
+
+/// Computes the outputs and the new states of a layer from the projected inputs in `w`.
+fn recur(
     cx: &OpContext,
-    index: usize,
-    weights: &DeltaNetWeights,
     config: &DeltaNet,
-    pass: &mut Pass<'a>,
-) -> RecurrentRows<'a> {
-    let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
-    let (states, w, mut offset) = (pass.kv.states_mut(index), &mut pass.w.delta, 0);
+    weights: &DeltaNetWeights,
+    rows: RecurrentRows<'_>,
+    states: &mut [f32],
+    w: &mut DeltaRows<'_>,
+) {
+    convolve(cx, config, weights, rows, states, w);
+    let eps = L2_EPS / config.heads.d_key as f32;
+    ops::rms_norm_in_place(cx, w.q, &weights.unit[0], eps);
+    ops::rms_norm_in_place(cx, w.k, &weights.unit[1], eps);
+    ops::delta_gates(w.b, w.a, &weights.rate, &weights.dt_bias);
+    let inputs = DeltaInputs { q: w.q, k: w.k, v: w.v, beta: w.b, decay: w.a };
+    let states = StatesMut {
+        data: states,
+        stride: config.state_len(),
+        offset: config.window_len(),
+        len: config.heads.matrices_len(),
+    };
+    // The convolution has read its inputs.
+    ops::delta_rule(cx, inputs, Recurrence { heads: config.heads, rows, states }, w.v_in, w.out);
+}
+
+/// Convolves queries, keys and values, each with its part of the windows.
+fn convolve(
+    cx: &OpContext,
+    config: &DeltaNet,
+    weights: &DeltaNetWeights,
+    rows: RecurrentRows<'_>,
+    states: &mut [f32],
+    w: &mut DeltaRows<'_>,
+) {
+    let mut offset = 0;
     let parts = [(&*w.q_in, &mut *w.q), (&*w.k_in, &mut *w.k), (&*w.v_in, &mut *w.v)];
     for ((x, out), taps) in parts.into_iter().zip(&weights.taps) {
         let len = taps.len() / config.n_taps * (config.n_taps - 1);
@@ -66,5 +141,4 @@ fn convolve<'a>(
         ops::causal_conv(cx, x, Convolution { taps, rows, windows }, out);
         offset += len;
     }
-    rows
 }

@@ -72,14 +72,17 @@ impl Reservation<'_> {
 
     /// Keeps the rows except those of `removed` and the later rows that depend on them: those that share a sequence
     /// with a removed row. In a model with recurrent layers, the earlier rows of these sequences are removed too, because
-    /// there is no state between them. Returns for each row the row of `removed` that caused its removal, or `None` if it
-    /// was kept.
-    pub fn commit_without(self, removed: &[usize]) -> Vec<Option<usize>> {
+    /// there is no state between them, except in the sequences `replayed`: the caller has written their states after
+    /// the rows that are kept. Returns for each row the row of `removed` that caused its removal, or `None` if it was
+    /// kept.
+    pub fn commit_without(self, removed: &[usize], replayed: &[SeqId]) -> Vec<Option<usize>> {
+        let is_replayed = |slot: usize| replayed.iter().any(|id| id.slot() as usize == slot);
         let mut culprit_of_slot = vec![None; self.kv.index.len()];
         let mut removed_with = vec![None; self.kv.reserved.len()];
         if self.kv.states.is_some() {
             for &row in removed.iter().rev() {
-                self.kv.cells.seqs(self.kv.reserved[row]).for_each(|slot| culprit_of_slot[slot] = Some(row));
+                let slots = self.kv.cells.seqs(self.kv.reserved[row]);
+                slots.filter(|&slot| !is_replayed(slot)).for_each(|slot| culprit_of_slot[slot] = Some(row));
             }
         }
         for (row, &cell) in self.kv.reserved.iter().enumerate() {
@@ -97,7 +100,7 @@ impl Reservation<'_> {
         for row in (0..removed_with.len()).rev().filter(|&row| removed_with[row].is_some()) {
             self.kv.free_row(self.kv.reserved[row]);
         }
-        self.keep(|slot| culprit_of_slot[slot].is_none());
+        self.keep(|slot| culprit_of_slot[slot].is_none() || is_replayed(slot));
         removed_with
     }
 }

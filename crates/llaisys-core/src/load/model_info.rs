@@ -72,6 +72,8 @@ pub struct ModelInfo {
     pub state_bytes: usize,
     /// Activations (f32) of one row that only recurrent layers need.
     pub recurrent_width: usize,
+    /// Numbers (f32) that recurrent layers record of one row of a sequence with drafts.
+    pub journal_width: usize,
     /// Token at the beginning of a text.
     pub bos_token_id: Option<u32>,
     /// Tokens that end a completion.
@@ -152,6 +154,7 @@ impl ModelInfo {
             },
             state_bytes: config.state_len() * size_of::<f32>(),
             recurrent_width: config.recurrent_width(),
+            journal_width: config.journal_width(),
             bos_token_id: config.bos,
             eos_token_ids: config.eos.clone(),
             generation: source.generation,
@@ -187,6 +190,7 @@ impl ModelInfo {
             kv_bytes_per_cell: KvBytesPerCell { float32: 0, float16: 0, bfloat16: 0, int8: 0 },
             state_bytes: 0,
             recurrent_width: 0,
+            journal_width: 0,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
             generation: SamplingDefaults::default(),

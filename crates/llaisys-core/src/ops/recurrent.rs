@@ -108,15 +108,18 @@ impl<'a> StatesMut<'a> {
     /// Returns the states of each sequence, those to write zeroed where a sequence has none. Panics if a state is
     /// written for two sequences, or written for one and read for another.
     pub(super) fn jobs(self, rows: &RecurrentRows<'_>) -> Vec<StateJob<'a>> {
-        let (offset, len) = (self.offset, self.len);
-        let mut states: Vec<Option<&'a mut [f32]>> = self
-            .data
-            .chunks_exact_mut(self.stride)
-            .map(|state| Some(&mut state[offset..offset + len]))
+        let sequences = rows.sequences.iter();
+        let mut used: Vec<u32> = sequences
+            .clone()
+            .flat_map(|sequence| [Some(sequence.after), sequence.before])
+            .flatten()
             .collect();
-        let mut take = |state: u32| states[state as usize].take().expect("each state is written once");
-        let written: Vec<&'a mut [f32]> =
-            rows.sequences.iter().map(|sequence| take(sequence.after)).collect();
+        used.sort_unstable();
+        used.dedup();
+        let number = |state: u32| used.binary_search(&state).expect("it is listed");
+        let mut states = self.parts(&used);
+        let mut take = |state: u32| states[number(state)].take().expect("each state is written once");
+        let written: Vec<&'a mut [f32]> = sequences.map(|sequence| take(sequence.after)).collect();
         let read: Vec<Option<&'a [f32]>> =
             states.into_iter().map(|state| state.map(|state| &*state)).collect();
         let job = |(sequence, after): (&SequenceRows, &'a mut [f32])| {
@@ -126,10 +129,23 @@ impl<'a> StatesMut<'a> {
                     None
                 }
                 Some(before) if before == sequence.after => None,
-                Some(before) => Some(read[before as usize].expect("no state is read and written")),
+                Some(before) => Some(read[number(before)].expect("no state is read and written")),
             };
             StateJob { sequence: *sequence, before, after }
         };
         rows.sequences.iter().zip(written).map(job).collect()
+    }
+
+    /// The parts of the states `numbers`, which ascend. Most states belong to cached prefixes, so only these are visited.
+    fn parts(self, numbers: &[u32]) -> Vec<Option<&'a mut [f32]>> {
+        let (mut rest, mut n_before) = (self.data, 0);
+        let part = |&number: &u32| {
+            let at = (number as usize - n_before) * self.stride;
+            n_before = number as usize + 1;
+            let (state, after) = std::mem::take(&mut rest)[at..].split_at_mut(self.stride);
+            rest = after;
+            Some(&mut state[self.offset..][..self.len])
+        };
+        numbers.iter().map(part).collect()
     }
 }

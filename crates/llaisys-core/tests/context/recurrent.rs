@@ -157,11 +157,6 @@ fn a_rejected_decode_and_a_faulty_row_leave_the_state_as_it_was() {
     // Too few cells.
     let long: Vec<i32> = vec![1; 60];
     assert!(matches!(Rows::default().run(seq, 20, &long).decode(&mut context), Err(Error::Exhausted(_))));
-    // A draft is refused by name.
-    let flags = output::LOGITS | output::DRAFT;
-    let draft = Rows::default().row(7, 20, &[seq], output::LOGITS).row(8, 21, &[seq], flags);
-    let error = draft.decode(&mut context).unwrap_err().to_string();
-    assert!(error.contains("row 1 is a draft") && error.contains("recurrent layers"), "{error}");
     assert_eq!(context.digest(), digest);
     // The third row of the sequence allows no token: none of its rows is kept, those of the other are.
     let rows = Rows::default().run(seq, 20, &tokens[20..24]).run(other, 0, &tokens[..2]);
@@ -180,6 +175,73 @@ fn a_rejected_decode_and_a_faulty_row_leave_the_state_as_it_was() {
     got.push(&both.decode(&mut context).unwrap());
     assert!(got.logits[..3 * VOCAB] == want.logits[2 * VOCAB..5 * VOCAB]);
     assert!(got.logits[3 * VOCAB..] == want.logits[20 * VOCAB..]);
+}
+
+/// Greedy ids of one decode per token, from position `tokens.len()` on.
+fn greedy(context: &mut Context, tokens: &[i32], n: usize) -> Vec<i32> {
+    let seq = context.seq_acquire(0).unwrap();
+    let whole = Rows::default().run(seq, 0, tokens).decode(context).unwrap();
+    let mut ids = vec![*whole.token_ids.last().unwrap()];
+    while ids.len() < n {
+        let at = (tokens.len() + ids.len() - 1) as i32;
+        let row = Rows::default().row(*ids.last().unwrap(), at, &[seq], output::LOGITS);
+        ids.push(row.decode(context).unwrap().token_ids[0]);
+    }
+    context.seq_release(seq).unwrap();
+    ids
+}
+
+#[test]
+fn verified_drafts_leave_the_state_after_the_rows_that_are_kept() {
+    let draft = output::LOGITS | output::DRAFT;
+    for name in NAMES {
+        for n_batch in [64, 3] {
+            let mut context = open(name, ContextConfig { n_batch, nan_fill: true, ..settings() });
+            let prompts = [tokens(7, 12), tokens(8, 9), tokens(9, 15), tokens(10, 5)];
+            let want = prompts.clone().map(|prompt| greedy(&mut context, &prompt, 12));
+            let seqs = [(); 4].map(|()| context.seq_acquire(0).unwrap());
+            for (seq, prompt) in seqs.iter().zip(&prompts) {
+                Rows::default().run(*seq, 0, prompt).decode(&mut context).unwrap();
+            }
+            // Five drafts each, of which the first 5, 0 and 3 are right; the last sequence has none.
+            let mut rows = Rows::default();
+            for ((seq, prompt), (want, n_right)) in
+                seqs.iter().zip(&prompts).zip(want.iter().zip([Some(5), Some(0), Some(3), None]))
+            {
+                let at = prompt.len() as i32;
+                rows = rows.row(want[0], at, &[*seq], output::LOGITS);
+                for i in 0..n_right.map_or(0, |_| 5) {
+                    let token =
+                        if Some(i) < n_right { want[i + 1] } else { (want[i + 1] + 1) % VOCAB as i32 };
+                    rows = rows.row(token, at + 1 + i as i32, &[*seq], draft);
+                }
+            }
+            let result = rows.decode(&mut context).unwrap();
+            context.check_integrity();
+            let (first, rest) = result.token_ids.split_at(6);
+            assert_eq!(first, &want[0][1..7], "{name}: all right");
+            assert_eq!(rest[..6], [want[1][1], -1, -1, -1, -1, -1], "{name}: none right");
+            assert_eq!(
+                rest[6..12],
+                [want[2][1], want[2][2], want[2][3], want[2][4], -1, -1],
+                "{name}: three"
+            );
+            assert_eq!(rest[12..], want[3][1..2]);
+            // Each continues with the bits that it has alone.
+            for ((seq, prompt), (want, n)) in seqs.iter().zip(&prompts).zip(want.iter().zip([6, 1, 4, 1])) {
+                let at = prompt.len() + n;
+                assert_eq!(context.kv_seq_pos_max(*seq).unwrap(), Some(at as i32 - 1), "{name}");
+                let tail = &want[n..n + 3];
+                let mut got = Outputs::default();
+                got.push(&Rows::default().run(*seq, at, tail).decode(&mut context).unwrap());
+                let alone = context.seq_acquire(0).unwrap();
+                let all: Vec<i32> = prompt.iter().chain(&want[..n + 3]).copied().collect();
+                let expected = feed(&mut context, alone, &all, all.len());
+                assert!(got.logits[..] == expected.logits[at * VOCAB..], "{name}, {n_batch} rows: after {n}");
+                context.seq_release(alone).unwrap();
+            }
+        }
+    }
 }
 
 #[test]

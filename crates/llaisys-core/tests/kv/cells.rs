@@ -364,7 +364,6 @@ fn name_of(op: &Op, outcome: &Outcome) -> &'static str {
             KvError::NodeStream { .. } => "of `node_relink` only (states.rs)",
             KvError::Recurrent { .. }
             | KvError::RecurrentCoupled { .. }
-            | KvError::RecurrentDraft { .. }
             | KvError::NodeState { .. }
             | KvError::NoState { .. } => "of caches with states only",
         },

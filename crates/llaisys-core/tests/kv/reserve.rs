@@ -137,7 +137,7 @@ fn commit_without_keeps_the_rows_that_do_not_depend_on_faulty_ones() {
         let faulty: Vec<usize> = (0..rows.len()).filter(|row| faulty[*row]).collect();
         let reservation = kv.prepare_rows(&kv_rows(&rows)).unwrap();
         let placed = reservation.row_cells().to_vec();
-        let removed_with = reservation.commit_without(&faulty);
+        let removed_with = reservation.commit_without(&faulty, &[]);
         kv.check();
         prop_assert_eq!(
             &(0..rows.len()).filter(|row| removed_with[*row].is_none()).collect::<Vec<_>>(),

@@ -117,7 +117,7 @@ fn a_removed_row_removes_all_rows_of_its_sequence() {
     let (_, old) = extend(&mut cache, a, 0..2);
     let step = [rows(a, 2..5), rows(b, 0..2)].concat();
     let reservation = cache.prepare_rows(&borrow(&step)).unwrap();
-    assert_eq!(reservation.commit_without(&[1]), [Some(1), Some(1), Some(1), None, None]);
+    assert_eq!(reservation.commit_without(&[1], &[]), [Some(1), Some(1), Some(1), None, None]);
     cache.check();
     assert_eq!([a, b].map(|id| cache.pos_max(id).unwrap()), [Some(1), Some(1)]);
     assert_eq!(extend(&mut cache, a, 2..3).0, Some(old));
@@ -150,7 +150,9 @@ fn a_sequence_continues_from_the_state_of_the_node_that_was_attached_last() {
     cache.node_drop_state(1).unwrap();
     assert_eq!(cache.take_freed_states(), [late, early]);
     cache.node_trim(1, 0).unwrap();
-    [b, c].map(|id| cache.seq_release(id).unwrap());
+    for id in [b, c] {
+        cache.seq_release(id).unwrap();
+    }
     cache.check();
     assert_eq!((cache.n_states_kept(), cache.n_cells_free()), (0, 64));
 }

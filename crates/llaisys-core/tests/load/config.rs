@@ -69,7 +69,7 @@ fn info_has_the_fields_of_the_python_type() {
         // 19 panels: the copy, and the lengths of 32 differences and 32 rows each.
         "screen_bytes": {"auto": screen, "float32": screen, "bfloat16": screen, "int8": 0, "int4": 0},
         "kv_bytes_per_cell": {"float32": 1024, "float16": 512, "bfloat16": 512, "int8": 2 * 2 * 2 * (32 + 4)},
-        "state_bytes": 0, "recurrent_width": 0, "generates": true, "is_encoder": false, "has_score_head": false,
+        "state_bytes": 0, "recurrent_width": 0, "journal_width": 0, "generates": true, "is_encoder": false, "has_score_head": false,
         "bos_token_id": null, "eos_token_ids": [599], "generation": {}, "tokenizer": null,
     });
     assert_eq!(serde_json::to_value(checkpoint.info()).unwrap(), want);

@@ -54,7 +54,7 @@ fn info_has_the_fields_of_the_python_type() {
         "packed_bytes": packed,
         "screen_bytes": {"auto": 0, "float32": screen, "bfloat16": screen, "int8": 0, "int4": 0},
         "kv_bytes_per_cell": {"float32": 128, "float16": 64, "bfloat16": 64, "int8": 2 * (16 + 4)},
-        "state_bytes": 0, "recurrent_width": 0, "generates": true, "is_encoder": false, "has_score_head": false,
+        "state_bytes": 0, "recurrent_width": 0, "journal_width": 0, "generates": true, "is_encoder": false, "has_score_head": false,
         "bos_token_id": 5, "eos_token_ids": [6], "generation": {},
         "tokenizer": {
             "model": "gpt2", "pre": "smollm",

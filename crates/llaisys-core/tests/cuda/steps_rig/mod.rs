@@ -185,7 +185,7 @@ impl Rig {
         let at_fault =
             |(row, outcome): (usize, &Outcome)| matches!(outcome, Outcome::Fault(_)).then_some(row);
         let faulty: Vec<usize> = outcomes.iter().enumerate().filter_map(at_fault).collect();
-        reservation.commit_without(&faulty);
+        reservation.commit_without(&faulty, &[]);
         for (seq, outcome) in seqs.iter_mut().zip(&outcomes) {
             if let Outcome::Token { id, .. } = outcome {
                 seq.tokens.push(*id as i32);
