@@ -11,7 +11,7 @@ use crate::dtype::KvDType;
 use crate::error::Result;
 use crate::faults::fault_point;
 use crate::forward::decoder::{Decoder, ForwardRows, HeadScratch, KvLayers, Workspace};
-use crate::forward::journal::{Journal, Replay};
+use crate::forward::journal::{Journal, Replay, ReplayMemory};
 use crate::forward::shard::Shard;
 use crate::forward::weights::{PackSettings, Replacement, Weights};
 use crate::kv::{Copies, StateStorage, Storage, n_states};
@@ -292,7 +292,8 @@ impl Backend for CpuBackend {
         let Rank { decoder, ops, work, storage, states, journal, n_batch, .. } = &mut self.ranks[0];
         let mut unused = Journal::default();
         let mut layers = Layers { storage, states, journal: &mut unused, progress: None };
-        decoder.replay(ops, replays, journal, &mut layers, work, *n_batch);
+        let memory = ReplayMemory { kv: &mut layers, work, n_rows: *n_batch };
+        decoder.replay(ops, replays, journal, memory);
     }
 
     fn state_bytes(&self) -> usize {

@@ -1,8 +1,8 @@
 //! The recurrent layers of the forward pass: Gated DeltaNet (arXiv:2412.06464).
 
-use super::decoder::{Decoder, KvLayers, Pass};
-use super::journal::{Journal, Replay};
-use super::workspace::{DeltaRows, Workspace};
+use super::decoder::{Decoder, Pass};
+use super::journal::{Journal, Replay, ReplayMemory};
+use super::workspace::DeltaRows;
 use crate::arch::delta_net::DeltaNet;
 use crate::error::DeviceError;
 use crate::forward::decoder::Branch;
@@ -34,32 +34,30 @@ impl Decoder {
             journal.record(index, pass.rows.tokens.len(), w);
         }
         let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
-        recur(cx, &config, weights, rows, pass.kv.states_mut(index), w);
+        Recurrent { config: &config, weights, rows }.run(cx, pass.kv.states_mut(index), w);
         ops::gated_norm(cx, w.out, w.z, &weights.norm, self.config().rms_eps);
         let branch = Branch { input: w.out, projection: &weights.out, norm: None };
         self.add_projection(cx, branch, pass.w.x, pass.w.normed)
     }
 
     /// Computes the states of sequences again, from recorded inputs and with the same bits as a pass over these rows.
-    /// `n_rows`: rows that `work` has memory for.
     pub fn replay(
         &self,
         cx: &mut OpContext,
         replays: &[Replay],
         journal: &Journal,
-        kv: &mut dyn KvLayers,
-        work: &mut Workspace,
-        n_rows: usize,
+        memory: ReplayMemory<'_>,
     ) {
+        let ReplayMemory { kv, work, n_rows } = memory;
         let config = self.config().delta_net.expect("only models with recurrent layers have replays");
         for group in Group::all(replays, n_rows) {
-            let recurrent = RecurrentRows { sequences: &group.sequences, order: &group.order };
+            let rows = RecurrentRows { sequences: &group.sequences, order: &group.order };
             let mut index = 0;
             for layer in &self.weights.layers {
                 if let Mixer::DeltaNet(weights) = &layer.mixer {
                     let w = &mut work.rows(group.rows.len()).delta;
                     journal.load(index, &group.rows, w);
-                    recur(cx, &config, weights, recurrent, kv.states_mut(index), w);
+                    Recurrent { config: &config, weights, rows }.run(cx, kv.states_mut(index), w);
                     index += 1;
                 }
             }
@@ -99,46 +97,44 @@ impl Group {
     }
 }
 
-/// Computes the outputs and the new states of a layer from the projected inputs in `w`.
-fn recur(
-    cx: &OpContext,
-    config: &DeltaNet,
-    weights: &DeltaNetWeights,
-    rows: RecurrentRows<'_>,
-    states: &mut [f32],
-    w: &mut DeltaRows<'_>,
-) {
-    convolve(cx, config, weights, rows, states, w);
-    let eps = L2_EPS / config.heads.d_key as f32;
-    ops::rms_norm_in_place(cx, w.q, &weights.unit[0], eps);
-    ops::rms_norm_in_place(cx, w.k, &weights.unit[1], eps);
-    ops::delta_gates(w.b, w.a, &weights.rate, &weights.dt_bias);
-    let inputs = DeltaInputs { q: w.q, k: w.k, v: w.v, beta: w.b, decay: w.a };
-    let states = StatesMut {
-        data: states,
-        stride: config.state_len(),
-        offset: config.window_len(),
-        len: config.heads.matrices_len(),
-    };
-    // The convolution has read its inputs.
-    ops::delta_rule(cx, inputs, Recurrence { heads: config.heads, rows, states }, w.v_in, w.out);
+/// The part of a recurrent layer between its projections.
+#[derive(Clone, Copy)]
+struct Recurrent<'a> {
+    config: &'a DeltaNet,
+    weights: &'a DeltaNetWeights,
+    rows: RecurrentRows<'a>,
 }
 
-/// Convolves queries, keys and values, each with its part of the windows.
-fn convolve(
-    cx: &OpContext,
-    config: &DeltaNet,
-    weights: &DeltaNetWeights,
-    rows: RecurrentRows<'_>,
-    states: &mut [f32],
-    w: &mut DeltaRows<'_>,
-) {
-    let mut offset = 0;
-    let parts = [(&*w.q_in, &mut *w.q), (&*w.k_in, &mut *w.k), (&*w.v_in, &mut *w.v)];
-    for ((x, out), taps) in parts.into_iter().zip(&weights.taps) {
-        let len = taps.len() / config.n_taps * (config.n_taps - 1);
-        let windows = StatesMut { data: &mut *states, stride: config.state_len(), offset, len };
-        ops::causal_conv(cx, x, Convolution { taps, rows, windows }, out);
-        offset += len;
+impl Recurrent<'_> {
+    /// Computes the outputs and the new states from the projected inputs in `w`.
+    fn run(self, cx: &OpContext, states: &mut [f32], w: &mut DeltaRows<'_>) {
+        let Self { config, weights, rows } = self;
+        self.convolve(cx, states, w);
+        let eps = L2_EPS / config.heads.d_key as f32;
+        ops::rms_norm_in_place(cx, w.q, &weights.unit[0], eps);
+        ops::rms_norm_in_place(cx, w.k, &weights.unit[1], eps);
+        ops::delta_gates(w.b, w.a, &weights.rate, &weights.dt_bias);
+        let inputs = DeltaInputs { q: w.q, k: w.k, v: w.v, beta: w.b, decay: w.a };
+        let states = StatesMut {
+            data: states,
+            stride: config.state_len(),
+            offset: config.window_len(),
+            len: config.heads.matrices_len(),
+        };
+        // The convolution has read its inputs.
+        ops::delta_rule(cx, inputs, Recurrence { heads: config.heads, rows, states }, w.v_in, w.out);
+    }
+
+    /// Convolves queries, keys and values, each with its part of the windows.
+    fn convolve(self, cx: &OpContext, states: &mut [f32], w: &mut DeltaRows<'_>) {
+        let Self { config, weights, rows } = self;
+        let mut offset = 0;
+        let parts = [(&*w.q_in, &mut *w.q), (&*w.k_in, &mut *w.k), (&*w.v_in, &mut *w.v)];
+        for ((x, out), taps) in parts.into_iter().zip(&weights.taps) {
+            let len = taps.len() / config.n_taps * (config.n_taps - 1);
+            let windows = StatesMut { data: &mut *states, stride: config.state_len(), offset, len };
+            ops::causal_conv(cx, x, Convolution { taps, rows, windows }, out);
+            offset += len;
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! The inputs of recurrent layers at rows whose sequences may be cut, from which their states can be computed again.
 
-use super::workspace::DeltaRows;
+use super::decoder::KvLayers;
+use super::workspace::{DeltaRows, Workspace};
 
 /// The inputs of each recurrent layer at some rows of one decode, in the order of the passes. A draft is verified after
 /// the state behind it was written. If it is rejected, the state is computed again from the rows that are kept.
@@ -65,4 +66,13 @@ pub struct Replay {
     pub after: u32,
     /// Its rows in the journal, in the order of their positions.
     pub rows: Vec<u32>,
+}
+
+/// What a replay computes with.
+pub struct ReplayMemory<'a> {
+    /// The states.
+    pub kv: &'a mut dyn KvLayers,
+    pub work: &'a mut Workspace,
+    /// Rows that `work` has memory for.
+    pub n_rows: usize,
 }
