@@ -2,8 +2,10 @@
 
 use crate::arch::bounds::{bounded, check_id};
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
 use crate::arch::row_map::RowMap;
+use crate::arch::short_conv::ShortConv;
 use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, NameTable, WeightId};
 use crate::arch::wrapper::Wrapper;
@@ -57,7 +59,7 @@ pub struct ModelConfig {
     /// Which layers have the window. `[n_layers]`
     pub windowed: Vec<bool>,
     /// The recurrent layers.
-    pub delta_net: Option<DeltaNet>,
+    pub recurrent_layer: Option<RecurrentLayer>,
     /// Which layers are recurrent instead of attention. `[n_layers]`
     pub recurrent: Vec<bool>,
     /// Factor of attention scores before the softmax.
@@ -122,6 +124,8 @@ const RMS_EPS: (f64, f64) = (1e-12, 1e-1);
 const SCALE: (f64, f64) = (1e-6, 1e6);
 const EXPERTS_MAX: usize = 1 << 9;
 
+const RECURRENT: &str = "only a model with these layers has their weights";
+
 impl ModelConfig {
     /// True if logits are the products of the head, unchanged. A scale or a soft cap can create new ties.
     pub fn has_plain_logits(&self) -> bool {
@@ -146,8 +150,8 @@ impl ModelConfig {
         if let Some(window) = self.window {
             bounded("the sliding window", window as f64, 1.0, self.max_positions as f64)?;
         }
-        if let Some(delta_net) = &self.delta_net {
-            delta_net.check()?;
+        if let Some(recurrent) = &self.recurrent_layer {
+            recurrent.check()?;
         }
         if let Some(d_shared) = self.d_shared {
             bounded("the width of the shared expert", d_shared as f64, 1.0, D_FF_MAX as f64)?;
@@ -252,12 +256,34 @@ impl ModelConfig {
 
     /// Numbers (f32) of the recurrent state of one sequence, all layers; 0 for a model without recurrent layers.
     pub fn state_len(&self) -> usize {
-        self.delta_net.map_or(0, |delta_net| self.n_recurrent() * delta_net.state_len())
+        self.recurrent_layer.map_or(0, |layer| self.n_recurrent() * layer.state_len())
     }
 
     /// Activations of one row that only a model with recurrent layers needs; 0 for the others.
     pub fn recurrent_width(&self) -> usize {
-        self.delta_net.map_or(0, |delta_net| delta_net.row_width() + self.n_heads * self.d_head)
+        let layer = self.recurrent_layer.map_or(0, |layer| layer.row_width());
+        layer + if self.has_attn_gate() { self.n_heads * self.d_head } else { 0 }
+    }
+
+    /// The recurrent layers, if they are of this kind.
+    pub fn delta_net(&self) -> Option<DeltaNet> {
+        match self.recurrent_layer? {
+            RecurrentLayer::DeltaNet(delta_net) => Some(delta_net),
+            RecurrentLayer::ShortConv(_) => None,
+        }
+    }
+
+    /// As [`ModelConfig::delta_net`].
+    pub fn short_conv(&self) -> Option<ShortConv> {
+        match self.recurrent_layer? {
+            RecurrentLayer::DeltaNet(_) => None,
+            RecurrentLayer::ShortConv(short_conv) => Some(short_conv),
+        }
+    }
+
+    /// True if the output of attention has a gate.
+    pub fn has_attn_gate(&self) -> bool {
+        self.delta_net().is_some()
     }
 
     /// True if layer `index` has this weight.
@@ -280,7 +306,7 @@ impl ModelConfig {
                 has_attention
             }
             LayerWeight::QAndGate | LayerWeight::AttnGate => has_attention,
-            LayerWeight::Delta(_) => !has_attention,
+            LayerWeight::Delta(_) | LayerWeight::ShortConv(_) => !has_attention,
         }
     }
 
@@ -290,6 +316,10 @@ impl ModelConfig {
         let (d, q, kv) = (self.d_head, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
         let (stored, first) = match part {
             LayerWeight::Delta(part) => return self.stored_delta(part),
+            LayerWeight::ShortConv(part) => {
+                let (stored, rows) = self.short_conv().expect(RECURRENT).stored(part);
+                return (LayerWeight::ShortConv(stored), rows);
+            }
             LayerWeight::Q if stores(LayerWeight::QAndGate) => {
                 return (LayerWeight::QAndGate, RowMap::groups(0, d, 2 * d));
             }
@@ -324,7 +354,7 @@ impl ModelConfig {
         };
         let stores = |fused| self.names.parts().any(|stored| stored == LayerWeight::Delta(fused));
         let fused = candidates.iter().copied().find(|&fused| stores(fused)).unwrap_or(part);
-        let rows = self.delta_net.map_or(RowMap::from_row(0), |delta_net| delta_net.rows_in(fused, part));
+        let rows = self.delta_net().expect(RECURRENT).rows_in(fused, part);
         (LayerWeight::Delta(fused), rows)
     }
 
@@ -376,9 +406,8 @@ impl ModelConfig {
                     if matrix == ExpertPart::Down { vec![d, d_shared] } else { vec![d_shared, d] }
                 }
                 LayerWeight::SharedScale => vec![1, d],
-                LayerWeight::Delta(part) => {
-                    self.delta_net.map_or(Vec::new(), |delta_net| delta_net.shape(part, d))
-                }
+                LayerWeight::Delta(part) => self.delta_net().expect(RECURRENT).shape(part, d),
+                LayerWeight::ShortConv(part) => self.short_conv().expect(RECURRENT).shape(part),
             },
         }
     }

@@ -4,7 +4,9 @@
 use super::ContextConfig;
 use crate::arch::config::{Experts, ModelConfig};
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{QueryScaling, RopeConfig, RopeScaling};
+use crate::arch::short_conv::ShortConv;
 use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
@@ -112,7 +114,7 @@ impl Text {
             query_scaling,
             window,
             windowed,
-            delta_net,
+            recurrent_layer,
             recurrent,
             score_scale,
             attn_soft_cap,
@@ -177,16 +179,8 @@ impl Text {
         if let Some(d_shared) = d_shared {
             self.put("d_shared", d_shared);
         }
-        if let Some(DeltaNet { heads, n_taps }) = delta_net {
-            let DeltaHeads { n_keys, n_values, d_key, d_value, order } = heads;
-            self.put("delta_net", format_args!("{n_keys} {n_values} {d_key} {d_value} {n_taps}"));
-            self.put(
-                "delta_net.order",
-                match order {
-                    ValueOrder::Grouped => "grouped",
-                    ValueOrder::Alternating => "alternating",
-                },
-            );
+        if let Some(layer) = recurrent_layer {
+            self.recurrent_layer(layer);
             self.layers("recurrent", recurrent);
         }
         self.put("tied_head", tied_head);
@@ -198,6 +192,25 @@ impl Text {
             }
         }
         self.put("qk_norm", qk_norm);
+    }
+
+    fn recurrent_layer(&mut self, layer: &RecurrentLayer) {
+        match layer {
+            RecurrentLayer::DeltaNet(DeltaNet { heads, n_taps }) => {
+                let DeltaHeads { n_keys, n_values, d_key, d_value, order } = heads;
+                self.put("delta_net", format_args!("{n_keys} {n_values} {d_key} {d_value} {n_taps}"));
+                self.put(
+                    "delta_net.order",
+                    match order {
+                        ValueOrder::Grouped => "grouped",
+                        ValueOrder::Alternating => "alternating",
+                    },
+                );
+            }
+            RecurrentLayer::ShortConv(ShortConv { channels, n_taps }) => {
+                self.put("short_conv", format_args!("{channels} {n_taps}"));
+            }
+        }
     }
 
     /// Writes a 1 for each layer that has a property, and a 0 for each other one.

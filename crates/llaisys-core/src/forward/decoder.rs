@@ -1,6 +1,7 @@
 //! The forward pass: one list of op calls for every architecture, in the order of the papers. Models are transformers
 //! with rotary positions, grouped queries and a gated feed-forward block (arXiv:2302.13971, arXiv:2305.13245), with
-//! norms before or after each block, with or without experts (arXiv:2401.04088) and recurrent layers (`delta_net`).
+//! norms before or after each block, with or without experts (arXiv:2401.04088) and recurrent layers (`delta_net`,
+//! `short_conv`).
 //!
 //! In a model that is split ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are
 //! summed where they join the residual stream, of which every rank has all columns.
@@ -111,6 +112,11 @@ impl Decoder {
                 Mixer::DeltaNet(weights) => {
                     normalized(cx, layer.attn_norm.as_ref(), self.config.rms_eps, pass.w.x, pass.w.normed);
                     self.delta_net(cx, n_recurrent, weights, &mut pass)?;
+                    n_recurrent += 1;
+                }
+                Mixer::ShortConv(weights) => {
+                    normalized(cx, layer.attn_norm.as_ref(), self.config.rms_eps, pass.w.x, pass.w.normed);
+                    self.short_conv(cx, n_recurrent, weights, &mut pass)?;
                     n_recurrent += 1;
                 }
                 Mixer::Attention(weights) => {

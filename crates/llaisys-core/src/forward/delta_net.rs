@@ -22,7 +22,7 @@ impl Decoder {
         weights: &DeltaNetWeights,
         pass: &mut Pass<'_>,
     ) -> Result<(), DeviceError> {
-        let config = self.config().delta_net.expect("recurrent layers are packed by the configuration");
+        let config = self.config().delta_net().expect("recurrent layers are packed by the configuration");
         let (input, w) = (&*pass.w.normed, &mut pass.w.delta);
         let part = |weight| LinearPart { weight, bias: None };
         let parts = [&weights.q, &weights.k, &weights.v, &weights.z].map(part);
@@ -63,7 +63,7 @@ fn convolve<'a>(
     for ((x, out), taps) in parts.into_iter().zip(&weights.taps) {
         let len = taps.len() / config.n_taps * (config.n_taps - 1);
         let windows = StatesMut { data: &mut *states, stride: config.state_len(), offset, len };
-        ops::causal_conv(cx, x, Convolution { taps, rows, windows }, out);
+        ops::causal_conv(cx, x, Convolution { taps, silu: true, rows, windows }, out);
         offset += len;
     }
     rows

@@ -36,6 +36,7 @@ pub use cpu::layer_norm::{LayerNorm, layer_norm};
 pub use cpu::linear::{
     GatedPart, LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax,
 };
+pub use cpu::multiply::multiply;
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{HeadWidths, RopeTable, rope, rope_shift};
 pub use cpu::route::{Routes, route};

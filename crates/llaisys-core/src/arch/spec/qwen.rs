@@ -2,6 +2,7 @@
 
 use super::{ArchSpec, ExpertKeys, LLAMA, QkNorm, RopeRows, WindowRule};
 use crate::arch::bias::Biases;
+use crate::arch::recurrent::RecurrentKind;
 use crate::arch::rope::RopeRules;
 use crate::arch::weight_id::{
     QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES,
@@ -57,7 +58,7 @@ pub const QWEN3_5: ArchSpec = ArchSpec {
     d_head_default: Some(256),
     window: WindowRule::Unsupported,
     rope: RopeRules { partial_default: Some(0.25), ..RopeRules::PLAIN },
-    delta_net: true,
+    recurrent: Some(RecurrentKind::DeltaNet),
     folder_names: &QWEN3_5_FOLDER_NAMES,
     gguf_names: &QWEN3_5_GGUF_NAMES,
     gguf_value_order: ValueOrder::Alternating,

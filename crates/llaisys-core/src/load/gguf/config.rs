@@ -62,7 +62,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         n_layers,
         d_model,
         n_heads,
-        n_kv_heads: keys.size_of_layers("attention.head_count_kv", n_layers)?.unwrap_or(n_heads),
+        n_kv_heads: recurrent::n_kv_heads(&keys, arch, n_layers)?.unwrap_or(n_heads),
         d_head,
         d_ff: match expert_d_ff {
             Some(d_ff) => d_ff,
@@ -79,7 +79,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         query_scaling: query_scaling(&keys, arch, max_positions)?,
         window: None,
         windowed: Vec::new(),
-        delta_net: recurrent::delta_net(&keys, arch)?,
+        recurrent_layer: recurrent::layer(&keys, arch, d_model)?,
         recurrent: Vec::new(),
         score_scale: score_scale(&keys, arch, &ModelSizes { n_layers, d_model, n_heads, d_head })?,
         attn_soft_cap: keys.soft_cap("attn_logit_softcapping", arch.attn_soft_cap)?,
