@@ -47,6 +47,7 @@ fn split_context(n_ranks: usize) -> Context {
         n_cells: 32,
         n_seq_max: 2,
         n_streams: 1,
+        n_states_kept: 0,
         lifo: false,
         nan_fill: false,
         n_batch: 4,
