@@ -74,7 +74,7 @@ pub struct ModelConfig {
     pub residual_scale: f32,
     /// Factor of logits, before their soft cap.
     pub logit_scale: f32,
-    /// The mixture of experts of every layer.
+    /// The mixture of experts of every layer, except the first `n_dense` ones.
     pub experts: Option<Experts>,
     /// Inner width of the expert that all tokens use.
     pub d_shared: Option<usize>,
@@ -95,7 +95,7 @@ pub struct ModelConfig {
 }
 
 /// A mixture of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
     /// Experts of a layer.
     pub n: usize,
@@ -103,6 +103,16 @@ pub struct Experts {
     pub n_used: usize,
     /// The weights of the used experts are scaled to a sum of 1.
     pub normalize: bool,
+    /// Scores are sigmoids of the router's logits instead of their softmax.
+    pub sigmoid: bool,
+    /// A bias of the scores decides which experts are used; their weights are without it.
+    pub has_bias: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// The first layers, which have a dense feed-forward block.
+    pub n_dense: usize,
+    /// Inner width of these blocks.
+    pub d_dense: usize,
 }
 
 type SizeOf = fn(&ModelConfig) -> usize;
@@ -159,6 +169,9 @@ impl ModelConfig {
         if let Some(experts) = self.experts {
             bounded("the number of experts", experts.n as f64, 1.0, EXPERTS_MAX as f64)?;
             bounded("the number of experts used", experts.n_used as f64, 1.0, experts.n as f64)?;
+            bounded("the scale of experts", f64::from(experts.scale), SCALE.0, SCALE.1)?;
+            bounded("the number of dense layers", experts.n_dense as f64, 0.0, self.n_layers as f64)?;
+            bounded("the feed-forward width of dense layers", experts.d_dense as f64, 1.0, D_FF_MAX as f64)?;
         }
         for (what, got) in [("the head width", self.d_head), ("the rotated width of a head", self.d_rope)] {
             if !got.is_multiple_of(2) {
@@ -244,6 +257,21 @@ impl ModelConfig {
         self.recurrent[index]
     }
 
+    /// The mixture of experts of layer `index`; None if it has a dense feed-forward block.
+    pub fn experts_of(&self, index: usize) -> Option<Experts> {
+        self.experts.filter(|experts| index >= experts.n_dense)
+    }
+
+    /// Inner width of a dense feed-forward block.
+    pub fn d_dense(&self) -> usize {
+        self.experts.map_or(self.d_ff, |experts| experts.d_dense)
+    }
+
+    /// Inner width of the widest feed-forward block or expert.
+    pub fn d_ff_max(&self) -> usize {
+        self.d_ff.max(self.experts.filter(|experts| experts.n_dense > 0).map_or(0, |experts| experts.d_dense))
+    }
+
     /// Recurrent layers.
     pub fn n_recurrent(&self) -> usize {
         self.recurrent.iter().filter(|&&recurrent| recurrent).count()
@@ -288,7 +316,7 @@ impl ModelConfig {
 
     /// True if layer `index` has this weight.
     fn has(&self, index: usize, part: LayerWeight) -> bool {
-        let has_attention = !self.is_recurrent(index);
+        let (has_attention, experts) = (!self.is_recurrent(index), self.experts_of(index));
         match part {
             LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
             LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
@@ -297,11 +325,12 @@ impl ModelConfig {
             LayerWeight::GateBias | LayerWeight::UpBias | LayerWeight::DownBias => self.mlp_bias,
             LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm && has_attention,
             LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
-                self.experts.is_none()
+                experts.is_none()
             }
-            LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => self.experts.is_some(),
-            LayerWeight::ExpertsGateUp => self.experts.is_some(),
-            LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some(),
+            LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => experts.is_some(),
+            LayerWeight::ExpertsGateUp => experts.is_some(),
+            LayerWeight::RouterBias => experts.is_some_and(|experts| experts.has_bias),
+            LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some() && experts.is_some(),
             LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => {
                 has_attention
             }
@@ -328,7 +357,7 @@ impl ModelConfig {
             LayerWeight::K if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q),
             LayerWeight::V if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q + kv),
             LayerWeight::Gate if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, 0),
-            LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_ff),
+            LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_dense()),
             LayerWeight::Expert(expert, ExpertPart::Gate) if stores(LayerWeight::ExpertsGateUp) => {
                 (LayerWeight::ExpertsGateUp, 2 * expert * self.d_ff)
             }
@@ -388,13 +417,14 @@ impl ModelConfig {
                 LayerWeight::KBias | LayerWeight::VBias => vec![kv],
                 LayerWeight::O => vec![d, q],
                 LayerWeight::OBias | LayerWeight::DownBias => vec![d],
-                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_ff],
+                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_dense()],
                 LayerWeight::QNorm => vec![qk_norm(q)],
                 LayerWeight::KNorm => vec![qk_norm(kv)],
-                LayerWeight::GateUp => vec![2 * self.d_ff, d],
-                LayerWeight::Gate | LayerWeight::Up => vec![self.d_ff, d],
-                LayerWeight::Down => vec![d, self.d_ff],
+                LayerWeight::GateUp => vec![2 * self.d_dense(), d],
+                LayerWeight::Gate | LayerWeight::Up => vec![self.d_dense(), d],
+                LayerWeight::Down => vec![d, self.d_dense()],
                 LayerWeight::Router => vec![n_experts, d],
+                LayerWeight::RouterBias => vec![n_experts],
                 LayerWeight::Expert(_, matrix) => self.expert_shape(matrix).to_vec(),
                 LayerWeight::Experts(matrix) => {
                     let [rows, columns] = self.expert_shape(matrix);

@@ -15,7 +15,7 @@ use crate::arch::weight_id::{
 use crate::error::Unsupported;
 use crate::ops::{Gate, HeadWidths, ValueOrder};
 
-pub use liquid::LFM2;
+pub use liquid::{LFM2, LFM2_MOE};
 pub use qwen::{QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT};
 
 pub use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
@@ -169,6 +169,21 @@ pub struct ExpertKeys {
     /// Whether the weights of the chosen experts are scaled to a sum of 1; None: always. In a GGUF file the default
     /// is true.
     pub normalize: Option<&'static str>,
+    /// Whether they are where the key is absent.
+    pub normalize_default: bool,
+    /// Scores are sigmoids, the router has a bias, and the first layers are dense: keys of LFM2 are read.
+    pub sigmoid: bool,
+}
+
+impl ExpertKeys {
+    /// A mixture in every layer, with the softmax of the router's logits as scores.
+    const SOFTMAX: Self = Self {
+        n: "num_experts",
+        d_ff: "moe_intermediate_size",
+        normalize: None,
+        normalize_default: false,
+        sigmoid: false,
+    };
 }
 
 /// The order in which the rotated rows of a head of q and k are stored. Rows that are not rotated follow them.
@@ -422,13 +437,13 @@ pub const MIXTRAL: ArchSpec = ArchSpec {
     biases: Biases::NONE,
     window: WindowRule::All(None),
     rope: RopeRules { theta_default: 1e6, ..RopeRules::PLAIN },
-    experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", normalize: None }),
+    experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", ..ExpertKeys::SOFTMAX }),
     folder_names: &MIXTRAL_FOLDER_NAMES,
     ..LLAMA
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 23] = [
+pub static ARCHITECTURES: [ArchSpec; 24] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -452,6 +467,7 @@ pub static ARCHITECTURES: [ArchSpec; 23] = [
     QWEN3_5_MOE,
     QWEN3_NEXT,
     LFM2,
+    LFM2_MOE,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

@@ -73,6 +73,8 @@ pub enum LayerWeight {
     DownBias,
     /// The router, which chooses the experts of a token, `[n_experts, d_model]`.
     Router,
+    /// Added to the scores of experts before some are chosen, `[n_experts]`.
+    RouterBias,
     /// A matrix of one expert, shaped as in a dense layer.
     Expert(usize, ExpertPart),
     /// The matrices of all experts, `[n_experts, ..]`, where a container stacks them.

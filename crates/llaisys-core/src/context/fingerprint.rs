@@ -171,10 +171,8 @@ impl Text {
         self.f32("embed_scale", *embed_scale);
         self.f32("residual_scale", *residual_scale);
         self.f32("logit_scale", *logit_scale);
-        if let Some(Experts { n, n_used, normalize }) = experts {
-            self.put("n_experts", n);
-            self.put("n_experts_used", n_used);
-            self.put("normalize_experts", normalize);
+        if let Some(experts) = experts {
+            self.experts(experts);
         }
         if let Some(d_shared) = d_shared {
             self.put("d_shared", d_shared);
@@ -192,6 +190,20 @@ impl Text {
             }
         }
         self.put("qk_norm", qk_norm);
+    }
+
+    fn experts(&mut self, experts: &Experts) {
+        let Experts { n, n_used, normalize, sigmoid, has_bias, scale, n_dense, d_dense } = experts;
+        self.put("n_experts", n);
+        self.put("n_experts_used", n_used);
+        self.put("normalize_experts", normalize);
+        if *sigmoid {
+            self.put("sigmoid_experts", has_bias);
+            self.f32("scale_experts", *scale);
+        }
+        if *n_dense > 0 {
+            self.put("dense_layers", format_args!("{n_dense} {d_dense}"));
+        }
     }
 
     fn recurrent_layer(&mut self, layer: &RecurrentLayer) {

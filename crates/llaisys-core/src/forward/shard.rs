@@ -111,7 +111,9 @@ fn split(id: WeightId) -> Split {
         | LayerWeight::AttnPostNorm
         | LayerWeight::FfnNorm
         | LayerWeight::FfnPostNorm => Split::Whole,
-        LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router => Split::Whole,
+        LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router | LayerWeight::RouterBias => {
+            Split::Whole
+        }
         LayerWeight::OBias | LayerWeight::DownBias => Split::Whole,
         // Of models that are not split.
         LayerWeight::AttnGate | LayerWeight::Shared(_) | LayerWeight::SharedScale => Split::Whole,

@@ -137,7 +137,7 @@ impl Workspace {
             model: config.d_model,
             q: config.n_heads * config.d_head,
             kv: config.n_kv_heads * config.d_head,
-            inner: config.d_ff,
+            inner: config.d_ff_max(),
             angles: config.d_rope / 2,
             local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_rope / 2),
             query_factors: config.query_scaling.map_or(0, |_| 1),
@@ -189,7 +189,7 @@ impl Workspace {
     pub fn max_columns(config: &ModelConfig) -> usize {
         let values = config.delta_net().map_or(0, |delta_net| delta_net.heads.value_width());
         let d_shared = config.d_shared.unwrap_or(0);
-        [config.n_heads * config.d_head, config.d_ff, values, d_shared]
+        [config.n_heads * config.d_head, config.d_ff_max(), values, d_shared]
             .into_iter()
             .fold(config.d_model, usize::max)
     }

@@ -88,7 +88,7 @@ impl Sizes<'_> {
 
     fn layer(&self, index: usize) -> usize {
         let mixer = self.mixer(index);
-        let Some(experts) = self.config.experts else {
+        let Some(experts) = self.config.experts_of(index) else {
             return mixer + self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];

@@ -39,7 +39,7 @@ pub use cpu::linear::{
 pub use cpu::multiply::multiply;
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{HeadWidths, RopeTable, rope, rope_shift};
-pub use cpu::route::{Routes, route};
+pub use cpu::route::{Routes, Routing, route};
 pub use cpu::scale::scale;
 pub use cpu::scale_rows::scale_rows;
 pub use cpu::scatter_add::scatter_add;

@@ -5,7 +5,7 @@ use super::hybrids::{config, with};
 use crate::common::settings;
 use crate::model_files::gguf::{F32, Gguf, Meta, Tensor};
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
-use llaisys_core::arch::config::ModelConfig;
+use llaisys_core::arch::config::{Experts, ModelConfig};
 use llaisys_core::arch::recurrent::RecurrentLayer;
 use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::short_conv::ShortConv;
@@ -13,12 +13,16 @@ use llaisys_core::arch::spec::{LayerWeight, ShortConvWeight};
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::forward::shard::Shard;
+use llaisys_core::forward::weights::{PackSettings, Weights};
+use llaisys_core::load::checkpoint::Checkpoint;
+use llaisys_core::progress::Progress;
+use llaisys_core::threads::Pool;
 use serde_json::{Value, json};
 
 const VOCAB: usize = 600;
 
 /// The endings of names of a folder, and those of a GGUF file, as llama.cpp's converter maps them.
-const NAMES: [(&str, &str); 14] = [
+const NAMES: [(&str, &str); 15] = [
     ("operator_norm", "attn_norm"),
     ("ffn_norm", "ffn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -33,7 +37,11 @@ const NAMES: [(&str, &str); 14] = [
     ("feed_forward.w1", "ffn_gate"),
     ("feed_forward.w3", "ffn_up"),
     ("feed_forward.w2", "ffn_down"),
+    ("feed_forward.gate", "ffn_gate_inp"),
 ];
+
+const N_EXPERTS: usize = 5;
+const STACKED: [(&str, &str); 3] = [("w1", "ffn_gate_exps"), ("w3", "ffn_up_exps"), ("w2", "ffn_down_exps")];
 
 /// The file of a golden, as a converter writes it.
 fn convert(name: &str, architecture: &str) -> Gguf {
@@ -54,7 +62,20 @@ fn convert(name: &str, architecture: &str) -> Gguf {
             continue;
         };
         let (layer, part) = rest.split_once('.').unwrap();
+        if part == "feed_forward.expert_bias" {
+            put(format!("blk.{layer}.exp_probs_b.bias"), shape, values);
+            continue;
+        }
         let part = part.strip_suffix(".weight").unwrap();
+        if let Some(expert) = part.strip_prefix("feed_forward.experts.") {
+            // The converter stacks the matrices of all experts.
+            let Some(matrix) = expert.strip_prefix("0.") else { continue };
+            let at = |e: usize| format!("model.layers.{layer}.feed_forward.experts.{e}.{matrix}.weight");
+            let all: Vec<f32> = (0..N_EXPERTS).flat_map(|e| tensors[&at(e)].1.clone()).collect();
+            let ending = STACKED.iter().find(|(ours, _)| *ours == matrix).unwrap().1;
+            put(format!("blk.{layer}.{ending}.weight"), &[&[N_EXPERTS], &shape[..]].concat(), &all);
+            continue;
+        }
         let (_, ending) = NAMES.iter().find(|(ours, _)| *ours == part).expect(part);
         // The converter removes the dimension of 1 of a convolution.
         let shape: Vec<usize> = shape.iter().copied().filter(|&n| n != 1).collect();
@@ -72,11 +93,22 @@ fn with_keys(mut file: Gguf, name: &str, architecture: &str) -> Gguf {
         ("context_length", config.max_positions),
         ("embedding_length", config.d_model),
         ("attention.head_count", config.n_heads),
-        ("feed_forward_length", config.d_ff),
+        ("feed_forward_length", config.d_dense()),
         ("vocab_size", VOCAB),
         ("shortconv.l_cache", 3),
     ] {
         file = file.with(&key(name), Meta::U32(size as u32));
+    }
+    if let Some(experts) = config.experts {
+        for (name, size) in [
+            ("expert_count", experts.n),
+            ("expert_used_count", experts.n_used),
+            ("expert_feed_forward_length", config.d_ff),
+            ("leading_dense_block_count", experts.n_dense),
+            ("expert_gating_func", 2),
+        ] {
+            file = file.with(&key(name), Meta::U32(size as u32));
+        }
     }
     let heads = |&recurrent: &bool| if recurrent { 0 } else { config.n_kv_heads as i32 };
     file =
@@ -196,7 +228,7 @@ fn hostile_values_are_rejected_by_name() {
     assert_names(&error, &["tensor parallelism", "Lfm2ForCausalLM", "without recurrent layers"]);
 }
 
-const FILES: [(&str, &str); 1] = [("lfm2_bf16", "lfm2")];
+const FILES: [(&str, &str); 2] = [("lfm2_bf16", "lfm2"), ("lfm2_moe_bf16", "lfm2moe")];
 
 #[test]
 fn a_file_gives_the_outputs_of_its_folder() {
@@ -230,4 +262,79 @@ fn wrong_keys_of_a_file_are_rejected_by_name() {
     assert_names(&window, &["a sliding window of attention"]);
     let without = convert("lfm2_bf16", "lfm2").without("lfm2.shortconv.l_cache");
     assert_names(&without.open().unwrap_err(), &["lfm2.shortconv.l_cache"]);
+}
+
+#[test]
+fn the_first_layers_are_dense_and_the_others_have_experts() {
+    let moe = config("lfm2_moe_bf16");
+    let experts = Experts {
+        n: 5,
+        n_used: 2,
+        normalize: true,
+        sigmoid: true,
+        has_bias: true,
+        scale: 1.0,
+        n_dense: 2,
+        d_dense: 80,
+    };
+    assert_eq!(moe.experts, Some(experts));
+    assert_eq!((moe.d_ff, moe.d_dense(), moe.d_ff_max()), (24, 80, 80));
+    assert_eq!((moe.experts_of(1), moe.experts_of(2)), (None, Some(experts)));
+    // What transformers defines where a key is absent.
+    let keys = ["norm_topk_prob", "use_expert_bias", "routed_scaling_factor", "num_dense_layers"];
+    let absent = with("lfm2_moe_bf16", &keys.map(|key| (key, Value::Null))).unwrap();
+    assert_eq!(absent.config().experts, Some(experts));
+    let stated =
+        with("lfm2_moe_bf16", &[("routed_scaling_factor", json!(2.5)), ("norm_topk_prob", json!(false))]);
+    let stated = stated.unwrap().config().experts.unwrap();
+    assert!(stated.scale == 2.5 && !stated.normalize);
+    for (key, value, words) in [
+        ("num_dense_layers", json!(7), &["number of dense layers is 7"][..]),
+        ("num_dense_layers", json!(1), &["missing", "layers.1.feed_forward.gate.weight"]),
+        ("intermediate_size", json!(0), &["feed-forward width of dense layers is 0"]),
+        ("intermediate_size", json!(u64::MAX), &["feed-forward width of dense layers is"]),
+        ("intermediate_size", Value::Null, &["intermediate_size"]),
+        ("routed_scaling_factor", json!(0), &["the scale of experts is 0"]),
+        ("use_expert_bias", json!(false), &["not part of this model", "expert_bias"]),
+        ("num_experts_per_tok", json!(6), &["number of experts used is 6"]),
+    ] {
+        assert_names(&format_error(with("lfm2_moe_bf16", &[(key, value)])), words);
+    }
+}
+
+#[test]
+fn the_router_of_a_file_has_sigmoids() {
+    let file = |key: &str, value: Meta| {
+        convert("lfm2_moe_bf16", "lfm2moe").with(&format!("lfm2moe.{key}"), value).open()
+    };
+    let of_file = |key: &str, value: Meta| file(key, value).unwrap().config().experts.unwrap();
+    let experts = config("lfm2_moe_bf16").experts.unwrap();
+    assert_eq!(of_file("expert_gating_func", Meta::U32(2)), experts);
+    assert_eq!(of_file("expert_weights_scale", Meta::F32(0.0)), experts, "0 is unset");
+    assert_eq!(of_file("expert_weights_scale", Meta::F32(2.5)), Experts { scale: 2.5, ..experts });
+    let softmax = unsupported(file("expert_gating_func", Meta::U32(1)));
+    assert_names(&softmax, &["expert_gating_func", "1", "2 (sigmoid)"]);
+    assert_names(
+        &file("leading_dense_block_count", Meta::U32(9)).unwrap_err(),
+        &["number of dense layers is 9"],
+    );
+    // In a family without dense layers.
+    let qwen3 = Gguf::small("llama")
+        .with("llama.expert_count", Meta::U32(4))
+        .with("llama.expert_used_count", Meta::U32(2))
+        .with("llama.leading_dense_block_count", Meta::U32(1));
+    assert_names(&unsupported(qwen3.open()), &["leading_dense_block_count", "experts in every layer"]);
+}
+
+#[test]
+fn packed_bytes_are_predicted() {
+    for name in ["lfm2_bf16", "lfm2_moe_bf16", "qwen3_5_bf16", "qwen3_next_bf16"] {
+        let checkpoint = Checkpoint::open(&golden(name)).unwrap();
+        for mode in [ComputeMode::Auto, ComputeMode::Float32, ComputeMode::Int8, ComputeMode::Int4] {
+            let settings = PackSettings::new(mode, Shard { rank: 0, world: 1 });
+            let pool = Pool::new(1).unwrap();
+            let weights = Weights::pack(&checkpoint, settings, &pool, &Progress::default()).unwrap();
+            assert_eq!(weights.n_bytes(), checkpoint.info().packed_bytes.of(mode), "{name} {mode:?}");
+        }
+    }
 }

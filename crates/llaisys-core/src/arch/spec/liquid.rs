@@ -1,6 +1,6 @@
 //! The rows of LFM2: gated short convolutions, and attention in some layers.
 
-use super::{ArchSpec, LLAMA, QkNorm, RopeRows};
+use super::{ArchSpec, ExpertKeys, LLAMA, QkNorm, RopeRows};
 use crate::arch::bias::Biases;
 use crate::arch::recurrent::RecurrentKind;
 use crate::arch::rope::RopeRules;
@@ -24,4 +24,19 @@ pub const LFM2: ArchSpec = ArchSpec {
     folder_names: &LFM2_FOLDER_NAMES,
     gguf_names: &LFM2_GGUF_NAMES,
     ..LLAMA
+};
+
+/// LFM2 and LFM2.5 with a mixture of experts in all layers except the first ones.
+pub const LFM2_MOE: ArchSpec = ArchSpec {
+    architecture: "Lfm2MoeForCausalLM",
+    model_type: "lfm2_moe",
+    gguf_architecture: "lfm2moe",
+    adjusts_d_ff: false,
+    experts: Some(ExpertKeys {
+        normalize: Some("norm_topk_prob"),
+        normalize_default: true,
+        sigmoid: true,
+        ..ExpertKeys::SOFTMAX
+    }),
+    ..LFM2
 };

@@ -40,11 +40,7 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
     model_type: "qwen3_moe",
     gguf_architecture: "qwen3moe",
     window: WindowRule::Switched,
-    experts: Some(ExpertKeys {
-        n: "num_experts",
-        d_ff: "moe_intermediate_size",
-        normalize: Some("norm_topk_prob"),
-    }),
+    experts: Some(ExpertKeys { normalize: Some("norm_topk_prob"), ..ExpertKeys::SOFTMAX }),
     ..QWEN3
 };
 
@@ -70,7 +66,7 @@ pub const QWEN3_5_MOE: ArchSpec = ArchSpec {
     architecture: "Qwen3_5MoeForCausalLM",
     model_type: "qwen3_5_moe_text",
     gguf_architecture: "qwen35moe",
-    experts: Some(ExpertKeys { n: "num_experts", d_ff: "moe_intermediate_size", normalize: None }),
+    experts: Some(ExpertKeys::SOFTMAX),
     shared_expert: true,
     folder_names: &QWEN3_5_MOE_FOLDER_NAMES,
     ..QWEN3_5

@@ -129,21 +129,27 @@ const LFM2_LAYER: Names = &[
     (LayerWeight::Gate, "feed_forward.w1.weight"),
     (LayerWeight::Up, "feed_forward.w3.weight"),
     (LayerWeight::Down, "feed_forward.w2.weight"),
+    (LayerWeight::Router, "feed_forward.gate.weight"),
+    (LayerWeight::RouterBias, "feed_forward.expert_bias"),
+    (LayerWeight::Expert(0, ExpertPart::Gate), "feed_forward.experts.{}.w1.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Up), "feed_forward.experts.{}.w3.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Down), "feed_forward.experts.{}.w2.weight"),
 ];
 
-/// Names in a folder of LFM2. The norm after the last layer is called that of the embeddings.
+/// Names in a folder of LFM2, dense or with experts. The norm after the last layer is called that of the embeddings.
 pub const LFM2_FOLDER_NAMES: NameTable =
     NameTable { output_norm: "model.embedding_norm.weight", in_layer: &[LFM2_LAYER], ..FOLDER_NAMES };
 
-const GGUF_SHORT_CONV: Names = &[
+const GGUF_LFM2: Names = &[
     (LayerWeight::ShortConv(ShortConvWeight::In), "shortconv.in_proj.weight"),
     (LayerWeight::ShortConv(ShortConvWeight::Conv), "shortconv.conv.weight"),
     (LayerWeight::ShortConv(ShortConvWeight::Out), "shortconv.out_proj.weight"),
+    (LayerWeight::RouterBias, "exp_probs_b.bias"),
 ];
 
-/// Names in a GGUF file of LFM2. As in a folder, the norm after the last layer is called that of the embeddings.
+/// Names in a GGUF file of LFM2, dense or with experts. As in a folder, the norm after the last layer is called that of the embeddings.
 pub const LFM2_GGUF_NAMES: NameTable = NameTable {
     output_norm: "token_embd_norm.weight",
-    in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_SHORT_CONV, GGUF_FEED_FORWARD],
+    in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_LFM2, GGUF_FEED_FORWARD],
     ..GGUF_NAMES
 };

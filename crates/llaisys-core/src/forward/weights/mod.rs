@@ -128,6 +128,7 @@ impl Weights {
             | LayerWeight::UpBias
             | LayerWeight::DownBias
             | LayerWeight::Router
+            | LayerWeight::RouterBias
             | LayerWeight::Expert(..)
             | LayerWeight::Experts(_)
             | LayerWeight::ExpertsGateUp

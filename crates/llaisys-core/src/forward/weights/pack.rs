@@ -223,7 +223,7 @@ impl Packer<'_> {
                 },
             })
         };
-        let Some(experts) = config.experts else {
+        let Some(experts) = config.experts_of(index) else {
             return mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]).map(FeedForward::Dense);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
@@ -235,6 +235,10 @@ impl Packer<'_> {
         };
         Ok(FeedForward::Experts {
             router: f32_matrix(LayerWeight::Router)?,
+            bias: experts
+                .has_bias
+                .then(|| self.vector(WeightId::Layer(index, LayerWeight::RouterBias)))
+                .transpose()?,
             experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
             shared: config.d_shared.map(shared).transpose()?,
         })
