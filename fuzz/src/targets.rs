@@ -92,7 +92,9 @@ impl Target {
                 let real = include_bytes!("../../tests/data/goldens/qwen2-tied-bf16/config.json");
                 let wrapped = include_bytes!("../../tests/data/goldens/qwen3_5_moe_bf16/config.json");
                 let hybrid = include_bytes!("../../tests/data/goldens/qwen3_next_bf16/config.json");
-                seeds.extend([&real[..], wrapped, hybrid].map(<[u8]>::to_vec));
+                let short_conv = include_bytes!("../../tests/data/goldens/lfm2_bf16/config.json");
+                let sigmoid = include_bytes!("../../tests/data/goldens/lfm2_moe_bf16/config.json");
+                seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid].map(<[u8]>::to_vec));
                 seeds
             }
             Kind::Folder => {

@@ -57,7 +57,8 @@ def test_goldens_cover_every_family_and_layout() -> None:
         "llama_bias_bf16",
         "seed_oss_bf16",
     ]  # test_golden_forms.py
-    hybrids = ["qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16"]  # test_hybrids.py
+    # test_hybrids.py
+    hybrids = ["lfm2_bf16", "lfm2_moe_bf16", "qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16"]
     assert sorted(["draft_qwen2_bf16", "qwen3_moe_bf16", *forms, *hybrids, *NEW_FAMILIES]) == SLIM
 
 

@@ -23,7 +23,7 @@ from llaisys.errors import RejectedError
 from llaisys.session_info import SessionInfo
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
-FOLDERS = ["qwen3_5_bf16", "qwen3_next_bf16"]
+FOLDERS = ["qwen3_5_bf16", "qwen3_next_bf16", "lfm2_bf16", "lfm2_moe_bf16"]
 
 
 class Chat:

@@ -24,7 +24,7 @@ from llaisys.errors import RejectedError, UnsupportedError
 from runner import LOGITS, Runner
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
-FOLDERS = ["qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16"]
+FOLDERS = ["qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16", "lfm2_bf16", "lfm2_moe_bf16"]
 NAMES = ["chunked without cache", "preempted without cache", "two KV streams"]
 # Settings with the prefix cache, and the number of states that it keeps.
 CACHED = {"chunked": 64, "preempted": 2, "prefixes evicted": 5, "two KV streams": 16, "small batches": 1}

@@ -53,6 +53,8 @@ _PRE = {
     "qwen2": _Pre((_TIKTOKEN % r"\p{N}",), nfc=True),
     "qwen35": _Pre((_QWEN35,), nfc=True),
     "llama-bpe": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
+    # llama.cpp reads it as llama-bpe.
+    "lfm2": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 

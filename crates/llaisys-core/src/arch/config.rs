@@ -2,8 +2,10 @@
 
 use crate::arch::bounds::{bounded, check_id};
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
 use crate::arch::row_map::RowMap;
+use crate::arch::short_conv::ShortConv;
 use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, NameTable, WeightId};
 use crate::arch::wrapper::Wrapper;
@@ -57,7 +59,7 @@ pub struct ModelConfig {
     /// Which layers have the window. `[n_layers]`
     pub windowed: Vec<bool>,
     /// The recurrent layers.
-    pub delta_net: Option<DeltaNet>,
+    pub recurrent_layer: Option<RecurrentLayer>,
     /// Which layers are recurrent instead of attention. `[n_layers]`
     pub recurrent: Vec<bool>,
     /// Factor of attention scores before the softmax.
@@ -72,7 +74,7 @@ pub struct ModelConfig {
     pub residual_scale: f32,
     /// Factor of logits, before their soft cap.
     pub logit_scale: f32,
-    /// The mixture of experts of every layer.
+    /// The mixture of experts of every layer, except the first `n_dense` ones.
     pub experts: Option<Experts>,
     /// Inner width of the expert that all tokens use.
     pub d_shared: Option<usize>,
@@ -93,7 +95,7 @@ pub struct ModelConfig {
 }
 
 /// A mixture of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
     /// Experts of a layer.
     pub n: usize,
@@ -101,6 +103,16 @@ pub struct Experts {
     pub n_used: usize,
     /// The weights of the used experts are scaled to a sum of 1.
     pub normalize: bool,
+    /// Scores are sigmoids of the router's logits instead of their softmax.
+    pub sigmoid: bool,
+    /// A bias of the scores decides which experts are used; their weights are without it.
+    pub has_bias: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// The first layers, which have a dense feed-forward block.
+    pub n_dense: usize,
+    /// Inner width of these blocks.
+    pub d_dense: usize,
 }
 
 type SizeOf = fn(&ModelConfig) -> usize;
@@ -121,6 +133,8 @@ const RMS_EPS: (f64, f64) = (1e-12, 1e-1);
 /// Of multipliers and soft caps.
 const SCALE: (f64, f64) = (1e-6, 1e6);
 const EXPERTS_MAX: usize = 1 << 9;
+
+const RECURRENT: &str = "only a model with these layers has their weights";
 
 impl ModelConfig {
     /// True if logits are the products of the head, unchanged. A scale or a soft cap can create new ties.
@@ -146,8 +160,8 @@ impl ModelConfig {
         if let Some(window) = self.window {
             bounded("the sliding window", window as f64, 1.0, self.max_positions as f64)?;
         }
-        if let Some(delta_net) = &self.delta_net {
-            delta_net.check()?;
+        if let Some(recurrent) = &self.recurrent_layer {
+            recurrent.check()?;
         }
         if let Some(d_shared) = self.d_shared {
             bounded("the width of the shared expert", d_shared as f64, 1.0, D_FF_MAX as f64)?;
@@ -155,6 +169,9 @@ impl ModelConfig {
         if let Some(experts) = self.experts {
             bounded("the number of experts", experts.n as f64, 1.0, EXPERTS_MAX as f64)?;
             bounded("the number of experts used", experts.n_used as f64, 1.0, experts.n as f64)?;
+            bounded("the scale of experts", f64::from(experts.scale), SCALE.0, SCALE.1)?;
+            bounded("the number of dense layers", experts.n_dense as f64, 0.0, self.n_layers as f64)?;
+            bounded("the feed-forward width of dense layers", experts.d_dense as f64, 1.0, D_FF_MAX as f64)?;
         }
         for (what, got) in [("the head width", self.d_head), ("the rotated width of a head", self.d_rope)] {
             if !got.is_multiple_of(2) {
@@ -240,6 +257,21 @@ impl ModelConfig {
         self.recurrent[index]
     }
 
+    /// The mixture of experts of layer `index`; None if it has a dense feed-forward block.
+    pub fn experts_of(&self, index: usize) -> Option<Experts> {
+        self.experts.filter(|experts| index >= experts.n_dense)
+    }
+
+    /// Inner width of a dense feed-forward block.
+    pub fn d_dense(&self) -> usize {
+        self.experts.map_or(self.d_ff, |experts| experts.d_dense)
+    }
+
+    /// Inner width of the widest feed-forward block or expert.
+    pub fn d_ff_max(&self) -> usize {
+        self.d_ff.max(self.experts.filter(|experts| experts.n_dense > 0).map_or(0, |experts| experts.d_dense))
+    }
+
     /// Recurrent layers.
     pub fn n_recurrent(&self) -> usize {
         self.recurrent.iter().filter(|&&recurrent| recurrent).count()
@@ -252,23 +284,44 @@ impl ModelConfig {
 
     /// Numbers (f32) of the recurrent state of one sequence, all layers; 0 for a model without recurrent layers.
     pub fn state_len(&self) -> usize {
-        self.delta_net.map_or(0, |delta_net| self.n_recurrent() * delta_net.state_len())
+        self.recurrent_layer.map_or(0, |layer| self.n_recurrent() * layer.state_len())
     }
 
     /// Numbers (f32) that are recorded of one row of a sequence with drafts, all recurrent layers; 0 without them.
     pub fn journal_width(&self) -> usize {
-        let of_layer = |delta_net: DeltaNet| delta_net.channels() + 2 * delta_net.heads.n_values;
-        self.delta_net.map_or(0, |delta_net| self.n_recurrent() * of_layer(delta_net))
+        self.recurrent_layer.map_or(0, |layer| self.n_recurrent() * layer.journal_width())
     }
 
     /// Activations of one row that only a model with recurrent layers needs; 0 for the others.
     pub fn recurrent_width(&self) -> usize {
-        self.delta_net.map_or(0, |delta_net| delta_net.row_width() + self.n_heads * self.d_head)
+        let layer = self.recurrent_layer.map_or(0, |layer| layer.row_width());
+        layer + if self.has_attn_gate() { self.n_heads * self.d_head } else { 0 }
+    }
+
+    /// The recurrent layers, if they are of this kind.
+    pub fn delta_net(&self) -> Option<DeltaNet> {
+        match self.recurrent_layer? {
+            RecurrentLayer::DeltaNet(delta_net) => Some(delta_net),
+            RecurrentLayer::ShortConv(_) => None,
+        }
+    }
+
+    /// As [`ModelConfig::delta_net`].
+    pub fn short_conv(&self) -> Option<ShortConv> {
+        match self.recurrent_layer? {
+            RecurrentLayer::DeltaNet(_) => None,
+            RecurrentLayer::ShortConv(short_conv) => Some(short_conv),
+        }
+    }
+
+    /// True if the output of attention has a gate.
+    pub fn has_attn_gate(&self) -> bool {
+        self.delta_net().is_some()
     }
 
     /// True if layer `index` has this weight.
     fn has(&self, index: usize, part: LayerWeight) -> bool {
-        let has_attention = !self.is_recurrent(index);
+        let (has_attention, experts) = (!self.is_recurrent(index), self.experts_of(index));
         match part {
             LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
             LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
@@ -277,16 +330,17 @@ impl ModelConfig {
             LayerWeight::GateBias | LayerWeight::UpBias | LayerWeight::DownBias => self.mlp_bias,
             LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm && has_attention,
             LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
-                self.experts.is_none()
+                experts.is_none()
             }
-            LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => self.experts.is_some(),
-            LayerWeight::ExpertsGateUp => self.experts.is_some(),
-            LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some(),
+            LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => experts.is_some(),
+            LayerWeight::ExpertsGateUp => experts.is_some(),
+            LayerWeight::RouterBias => experts.is_some_and(|experts| experts.has_bias),
+            LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some() && experts.is_some(),
             LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => {
                 has_attention
             }
             LayerWeight::QAndGate | LayerWeight::AttnGate => has_attention,
-            LayerWeight::Delta(_) => !has_attention,
+            LayerWeight::Delta(_) | LayerWeight::ShortConv(_) => !has_attention,
         }
     }
 
@@ -296,6 +350,10 @@ impl ModelConfig {
         let (d, q, kv) = (self.d_head, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
         let (stored, first) = match part {
             LayerWeight::Delta(part) => return self.stored_delta(part),
+            LayerWeight::ShortConv(part) => {
+                let (stored, rows) = self.short_conv().expect(RECURRENT).stored(part);
+                return (LayerWeight::ShortConv(stored), rows);
+            }
             LayerWeight::Q if stores(LayerWeight::QAndGate) => {
                 return (LayerWeight::QAndGate, RowMap::groups(0, d, 2 * d));
             }
@@ -304,7 +362,7 @@ impl ModelConfig {
             LayerWeight::K if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q),
             LayerWeight::V if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q + kv),
             LayerWeight::Gate if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, 0),
-            LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_ff),
+            LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_dense()),
             LayerWeight::Expert(expert, ExpertPart::Gate) if stores(LayerWeight::ExpertsGateUp) => {
                 (LayerWeight::ExpertsGateUp, 2 * expert * self.d_ff)
             }
@@ -330,7 +388,7 @@ impl ModelConfig {
         };
         let stores = |fused| self.names.parts().any(|stored| stored == LayerWeight::Delta(fused));
         let fused = candidates.iter().copied().find(|&fused| stores(fused)).unwrap_or(part);
-        let rows = self.delta_net.map_or(RowMap::from_row(0), |delta_net| delta_net.rows_in(fused, part));
+        let rows = self.delta_net().expect(RECURRENT).rows_in(fused, part);
         (LayerWeight::Delta(fused), rows)
     }
 
@@ -364,13 +422,14 @@ impl ModelConfig {
                 LayerWeight::KBias | LayerWeight::VBias => vec![kv],
                 LayerWeight::O => vec![d, q],
                 LayerWeight::OBias | LayerWeight::DownBias => vec![d],
-                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_ff],
+                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_dense()],
                 LayerWeight::QNorm => vec![qk_norm(q)],
                 LayerWeight::KNorm => vec![qk_norm(kv)],
-                LayerWeight::GateUp => vec![2 * self.d_ff, d],
-                LayerWeight::Gate | LayerWeight::Up => vec![self.d_ff, d],
-                LayerWeight::Down => vec![d, self.d_ff],
+                LayerWeight::GateUp => vec![2 * self.d_dense(), d],
+                LayerWeight::Gate | LayerWeight::Up => vec![self.d_dense(), d],
+                LayerWeight::Down => vec![d, self.d_dense()],
                 LayerWeight::Router => vec![n_experts, d],
+                LayerWeight::RouterBias => vec![n_experts],
                 LayerWeight::Expert(_, matrix) => self.expert_shape(matrix).to_vec(),
                 LayerWeight::Experts(matrix) => {
                     let [rows, columns] = self.expert_shape(matrix);
@@ -382,9 +441,8 @@ impl ModelConfig {
                     if matrix == ExpertPart::Down { vec![d, d_shared] } else { vec![d_shared, d] }
                 }
                 LayerWeight::SharedScale => vec![1, d],
-                LayerWeight::Delta(part) => {
-                    self.delta_net.map_or(Vec::new(), |delta_net| delta_net.shape(part, d))
-                }
+                LayerWeight::Delta(part) => self.delta_net().expect(RECURRENT).shape(part, d),
+                LayerWeight::ShortConv(part) => self.short_conv().expect(RECURRENT).shape(part),
             },
         }
     }

@@ -18,7 +18,8 @@ pub struct DeltaNet {
 const HEADS: (f64, f64) = (1.0, 1024.0);
 /// Of a key or value head; the upper bound is that of attention heads.
 const WIDTH: (f64, f64) = (1.0, 256.0);
-const TAPS: (f64, f64) = (2.0, 16.0);
+/// Of a short convolution.
+pub(crate) const TAPS: (f64, f64) = (2.0, 16.0);
 
 impl DeltaNet {
     /// Checks every value. Errors: one is out of bounds, or the value heads are not divisible among the key heads.

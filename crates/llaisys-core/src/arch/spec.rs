@@ -1,9 +1,11 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+mod liquid;
 mod qwen;
 
 use crate::arch::bias::{Bias, Biases};
+use crate::arch::recurrent::RecurrentKind;
 use crate::arch::rope::{LocalRope, RopeRules};
 use crate::arch::weight_id::{
     FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
@@ -13,9 +15,10 @@ use crate::arch::weight_id::{
 use crate::error::Unsupported;
 use crate::ops::{Gate, HeadWidths, ValueOrder};
 
+pub use liquid::{LFM2, LFM2_MOE};
 pub use qwen::{QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT};
 
-pub use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, WeightId};
+pub use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
 
 /// The properties of one architecture that the forward pass and the loaders use.
 #[derive(Debug)]
@@ -41,8 +44,12 @@ pub struct ArchSpec {
     pub activation: Activation,
     /// `head_dim` where `config.json` has none; None: `hidden_size / num_attention_heads`.
     pub d_head_default: Option<usize>,
-    /// Epsilon of the norms where `config.json` has none.
+    /// The key of the epsilon of the norms in `config.json`.
+    pub rms_eps_key: &'static str,
+    /// The epsilon where `config.json` has none.
     pub rms_eps_default: f64,
+    /// The keys that state in `config.json` whether the head is tied, the one that takes precedence first.
+    pub tied_keys: &'static [&'static str],
     /// Whether the head is tied where `config.json` does not state it.
     pub tied_default: bool,
     /// Embeddings are multiplied by `sqrt(d_model)`.
@@ -65,10 +72,12 @@ pub struct ArchSpec {
     pub rope_switch: bool,
     /// The key of the inner width of a dense feed-forward block in `config.json`.
     pub d_ff_key: &'static str,
+    /// The keys by which that width is adjusted are read.
+    pub adjusts_d_ff: bool,
     /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
-    /// Layers of type `linear_attention` are Gated DeltaNet layers, and the others have a gate of attention's output.
-    pub delta_net: bool,
+    /// The kind of the layers that are recurrent instead of attention.
+    pub recurrent: Option<RecurrentKind>,
     /// The order of value heads of recurrent layers in a GGUF file.
     pub gguf_value_order: ValueOrder,
     /// Every mixture of experts has an expert that all tokens use.
@@ -160,6 +169,21 @@ pub struct ExpertKeys {
     /// Whether the weights of the chosen experts are scaled to a sum of 1; None: always. In a GGUF file the default
     /// is true.
     pub normalize: Option<&'static str>,
+    /// Whether they are where the key is absent.
+    pub normalize_default: bool,
+    /// Scores are sigmoids, the router has a bias, and the first layers are dense: keys of LFM2 are read.
+    pub sigmoid: bool,
+}
+
+impl ExpertKeys {
+    /// A mixture in every layer, with the softmax of the router's logits as scores.
+    const SOFTMAX: Self = Self {
+        n: "num_experts",
+        d_ff: "moe_intermediate_size",
+        normalize: None,
+        normalize_default: false,
+        sigmoid: false,
+    };
 }
 
 /// The order in which the rotated rows of a head of q and k are stored. Rows that are not rotated follow them.
@@ -199,7 +223,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     folder_norm_offset: 0.0,
     activation: Activation::Silu,
     d_head_default: None,
+    rms_eps_key: "rms_norm_eps",
     rms_eps_default: 1e-6,
+    tied_keys: &["tie_word_embeddings"],
     tied_default: false,
     embed_sqrt: false,
     multipliers: false,
@@ -211,8 +237,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     rope_alpha: false,
     rope_switch: false,
     d_ff_key: "intermediate_size",
+    adjusts_d_ff: false,
     experts: None,
-    delta_net: false,
+    recurrent: None,
     gguf_value_order: ValueOrder::Grouped,
     shared_expert: false,
     folder_rope_rows: RopeRows::HalfSplit,
@@ -410,13 +437,13 @@ pub const MIXTRAL: ArchSpec = ArchSpec {
     biases: Biases::NONE,
     window: WindowRule::All(None),
     rope: RopeRules { theta_default: 1e6, ..RopeRules::PLAIN },
-    experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", normalize: None }),
+    experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", ..ExpertKeys::SOFTMAX }),
     folder_names: &MIXTRAL_FOLDER_NAMES,
     ..LLAMA
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 22] = [
+pub static ARCHITECTURES: [ArchSpec; 24] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -439,6 +466,8 @@ pub static ARCHITECTURES: [ArchSpec; 22] = [
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
+    LFM2,
+    LFM2_MOE,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

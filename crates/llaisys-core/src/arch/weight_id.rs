@@ -3,8 +3,8 @@
 mod hybrid;
 
 pub use hybrid::{
-    QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES,
-    QWEN3_NEXT_GGUF_NAMES,
+    LFM2_FOLDER_NAMES, LFM2_GGUF_NAMES, QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES,
+    QWEN3_NEXT_FOLDER_NAMES, QWEN3_NEXT_GGUF_NAMES,
 };
 
 /// One weight of a model.
@@ -73,6 +73,8 @@ pub enum LayerWeight {
     DownBias,
     /// The router, which chooses the experts of a token, `[n_experts, d_model]`.
     Router,
+    /// Added to the scores of experts before some are chosen, `[n_experts]`.
+    RouterBias,
     /// A matrix of one expert, shaped as in a dense layer.
     Expert(usize, ExpertPart),
     /// The matrices of all experts, `[n_experts, ..]`, where a container stacks them.
@@ -83,8 +85,27 @@ pub enum LayerWeight {
     Shared(ExpertPart),
     /// Weight of the shared expert in a row before the sigmoid, `[1, d_model]`.
     SharedScale,
-    /// A weight of a recurrent layer.
+    /// A weight of a Gated DeltaNet layer.
     Delta(DeltaWeight),
+    /// A weight of a gated short convolution.
+    ShortConv(ShortConvWeight),
+}
+
+/// One weight of a gated short convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ShortConvWeight {
+    /// The projections to both gates and to the input stacked by rows, as containers have them.
+    In,
+    /// Projection to the gate of the convolution's input, `[d_model, d_model]`.
+    InputGate,
+    /// Projection to the gate of the convolution's output, `[d_model, d_model]`.
+    OutputGate,
+    /// Projection to the convolution's input before its gate, `[d_model, d_model]`.
+    Input,
+    /// The convolution, `[d_model, 1, n_taps]`, the newest tap last.
+    Conv,
+    /// Output projection, `[d_model, d_model]`.
+    Out,
 }
 
 /// One weight of a Gated DeltaNet layer.

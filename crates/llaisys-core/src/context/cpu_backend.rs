@@ -96,7 +96,7 @@ impl Rank {
         let work = Workspace::new(model, config.n_batch)?;
         let storage =
             Storage::new(model.n_attention(), config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
-        let state_len = model.delta_net.map_or(0, |delta_net| delta_net.state_len());
+        let state_len = model.recurrent_layer.map_or(0, |layer| layer.state_len());
         let n_states = n_states(config.n_seq_max, config.n_states_kept);
         let states = StateStorage::new(model.n_recurrent(), n_states, state_len)?;
         let (head, pruned_argmax) = (HeadScratch::default(), PrunedArgmaxScratch::default());

@@ -4,7 +4,9 @@
 use super::ContextConfig;
 use crate::arch::config::{Experts, ModelConfig};
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{QueryScaling, RopeConfig, RopeScaling};
+use crate::arch::short_conv::ShortConv;
 use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
@@ -112,7 +114,7 @@ impl Text {
             query_scaling,
             window,
             windowed,
-            delta_net,
+            recurrent_layer,
             recurrent,
             score_scale,
             attn_soft_cap,
@@ -169,24 +171,14 @@ impl Text {
         self.f32("embed_scale", *embed_scale);
         self.f32("residual_scale", *residual_scale);
         self.f32("logit_scale", *logit_scale);
-        if let Some(Experts { n, n_used, normalize }) = experts {
-            self.put("n_experts", n);
-            self.put("n_experts_used", n_used);
-            self.put("normalize_experts", normalize);
+        if let Some(experts) = experts {
+            self.experts(experts);
         }
         if let Some(d_shared) = d_shared {
             self.put("d_shared", d_shared);
         }
-        if let Some(DeltaNet { heads, n_taps }) = delta_net {
-            let DeltaHeads { n_keys, n_values, d_key, d_value, order } = heads;
-            self.put("delta_net", format_args!("{n_keys} {n_values} {d_key} {d_value} {n_taps}"));
-            self.put(
-                "delta_net.order",
-                match order {
-                    ValueOrder::Grouped => "grouped",
-                    ValueOrder::Alternating => "alternating",
-                },
-            );
+        if let Some(layer) = recurrent_layer {
+            self.recurrent_layer(layer);
             self.layers("recurrent", recurrent);
         }
         self.put("tied_head", tied_head);
@@ -198,6 +190,39 @@ impl Text {
             }
         }
         self.put("qk_norm", qk_norm);
+    }
+
+    fn experts(&mut self, experts: &Experts) {
+        let Experts { n, n_used, normalize, sigmoid, has_bias, scale, n_dense, d_dense } = experts;
+        self.put("n_experts", n);
+        self.put("n_experts_used", n_used);
+        self.put("normalize_experts", normalize);
+        if *sigmoid {
+            self.put("sigmoid_experts", has_bias);
+            self.f32("scale_experts", *scale);
+        }
+        if *n_dense > 0 {
+            self.put("dense_layers", format_args!("{n_dense} {d_dense}"));
+        }
+    }
+
+    fn recurrent_layer(&mut self, layer: &RecurrentLayer) {
+        match layer {
+            RecurrentLayer::DeltaNet(DeltaNet { heads, n_taps }) => {
+                let DeltaHeads { n_keys, n_values, d_key, d_value, order } = heads;
+                self.put("delta_net", format_args!("{n_keys} {n_values} {d_key} {d_value} {n_taps}"));
+                self.put(
+                    "delta_net.order",
+                    match order {
+                        ValueOrder::Grouped => "grouped",
+                        ValueOrder::Alternating => "alternating",
+                    },
+                );
+            }
+            RecurrentLayer::ShortConv(ShortConv { channels, n_taps }) => {
+                self.put("short_conv", format_args!("{channels} {n_taps}"));
+            }
+        }
     }
 
     /// Writes a 1 for each layer that has a property, and a 0 for each other one.

@@ -166,7 +166,7 @@ impl Context {
     ) -> Result<Self> {
         let model = checkpoint.config().clone();
         let shape = config.kv_shape();
-        let is_recurrent = model.delta_net.is_some();
+        let is_recurrent = model.recurrent_layer.is_some();
         let mut kv = if is_recurrent {
             KvCache::with_states(shape, config.n_states_kept)?
         } else {
@@ -249,7 +249,7 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
-        if self.model.delta_net.is_some() {
+        if self.model.recurrent_layer.is_some() {
             let (name, stored) = (name.to_owned(), "weights of a model with recurrent layers");
             return Err(Unsupported::ReplaceWeight { name, stored, given: "new values" }.into());
         }

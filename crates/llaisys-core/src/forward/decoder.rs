@@ -1,6 +1,7 @@
 //! The forward pass: one list of op calls for every architecture, in the order of the papers. Models are transformers
 //! with rotary positions, grouped queries and a gated feed-forward block (arXiv:2302.13971, arXiv:2305.13245), with
-//! norms before or after each block, with or without experts (arXiv:2401.04088) and recurrent layers (`delta_net`).
+//! norms before or after each block, with or without experts (arXiv:2401.04088) and recurrent layers (`delta_net`,
+//! `short_conv`).
 //!
 //! In a model that is split ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are
 //! summed where they join the residual stream, of which every rank has all columns.
@@ -15,7 +16,8 @@ use crate::forward::weights::{
 };
 use crate::ops::packed::PackedMatrix;
 use crate::ops::{
-    self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows, RopeTable, Scoring,
+    self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows, RopeTable, Routing,
+    Scoring,
 };
 use crate::tensor::{KvLayer, KvLayerMut};
 
@@ -118,6 +120,11 @@ impl Decoder {
                     self.delta_net(cx, n_recurrent, weights, &mut pass)?;
                     n_recurrent += 1;
                 }
+                Mixer::ShortConv(weights) => {
+                    normalized(cx, layer.attn_norm.as_ref(), self.config.rms_eps, pass.w.x, pass.w.normed);
+                    self.short_conv(cx, n_recurrent, weights, &mut pass)?;
+                    n_recurrent += 1;
+                }
                 Mixer::Attention(weights) => {
                     self.attention(cx, LayerNumber { index, of_kind: n_attention }, weights, &mut pass)?;
                     n_attention += 1;
@@ -208,17 +215,19 @@ impl Decoder {
         let input = normalized(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, w.x, w.normed);
         let norm = layer.ffn_post_norm.as_ref();
         match (&layer.feed_forward, self.config.experts) {
-            (FeedForward::Experts { router, experts, shared }, Some(config)) => {
-                let shared = shared.as_ref();
-                let mixture = Mixture { router, experts, shared, config, input, inner: w.inner };
+            (FeedForward::Experts { router, bias, experts, shared }, Some(config)) => {
+                let (bias, shared) = (bias.as_deref(), shared.as_ref());
+                let mixture = Mixture { router, bias, experts, shared, config, input, inner: w.inner };
                 self.experts(cx, mixture, &mut w.experts);
                 cx.collective.all_reduce_sum(w.experts.sum)?;
                 self.add_branch(cx, w.experts.sum, norm, w.x);
                 Ok(())
             }
             (FeedForward::Dense(mlp), _) => {
-                ops::linear_gated(cx, input, mlp.gated_part(self.gate), w.inner);
-                self.add_projection(cx, Branch { input: w.inner, projection: &mlp.down, norm }, w.x, w.normed)
+                let n = input.len() / self.config.d_model;
+                let inner = &mut w.inner[..n * self.config.d_dense()];
+                ops::linear_gated(cx, input, mlp.gated_part(self.gate), inner);
+                self.add_projection(cx, Branch { input: inner, projection: &mlp.down, norm }, w.x, w.normed)
             }
             (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
         }
@@ -230,8 +239,9 @@ impl Decoder {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
         let router = ops::LinearPart { weight: mixture.router, bias: None };
         ops::linear(cx, mixture.input, &[router], &mut [&mut *w.logits]);
-        let Experts { n, n_used, normalize } = mixture.config;
-        ops::route(w.logits, n, n_used, normalize, w.routes);
+        let Experts { n: n_experts, n_used, normalize, sigmoid, scale, .. } = mixture.config;
+        let routing = Routing { n_experts, n_used, sigmoid, bias: mixture.bias, normalize, scale };
+        ops::route(w.logits, routing, w.routes);
         w.sum.fill(0.0);
         for (number, mlp) in mixture.experts.iter().enumerate() {
             w.rows.clear();
@@ -393,6 +403,7 @@ pub(super) struct Pass<'a> {
 /// The mixture of experts of a layer, and its activations.
 struct Mixture<'a> {
     router: &'a PackedMatrix,
+    bias: Option<&'a [f32]>,
     experts: &'a [Mlp],
     shared: Option<&'a SharedExpert>,
     config: Experts,

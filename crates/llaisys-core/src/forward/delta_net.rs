@@ -1,14 +1,12 @@
 //! The recurrent layers of the forward pass: Gated DeltaNet (arXiv:2412.06464).
 
-use super::decoder::{Decoder, Pass};
-use super::journal::{Journal, Replay, ReplayMemory};
+use super::decoder::{Branch, Decoder, Pass};
 use super::workspace::DeltaRows;
 use crate::arch::delta_net::DeltaNet;
 use crate::error::DeviceError;
-use crate::forward::decoder::Branch;
-use crate::forward::weights::{DeltaNetWeights, Mixer};
+use crate::forward::weights::DeltaNetWeights;
 use crate::ops::{
-    self, Convolution, DeltaInputs, LinearPart, OpContext, Recurrence, RecurrentRows, SequenceRows, StatesMut,
+    self, Convolution, DeltaInputs, LinearPart, OpContext, Recurrence, RecurrentRows, StatesMut,
 };
 
 /// Added to the sum of squares of a query or key before its root.
@@ -24,14 +22,14 @@ impl Decoder {
         weights: &DeltaNetWeights,
         pass: &mut Pass<'_>,
     ) -> Result<(), DeviceError> {
-        let config = self.config().delta_net.expect("recurrent layers are packed by the configuration");
+        let config = self.config().delta_net().expect("recurrent layers are packed by the configuration");
         let (input, w) = (&*pass.w.normed, &mut pass.w.delta);
         let part = |weight| LinearPart { weight, bias: None };
         let parts = [&weights.q, &weights.k, &weights.v, &weights.z].map(part);
         ops::linear(cx, input, &parts, &mut [&mut *w.q_in, &mut *w.k_in, &mut *w.v_in, &mut *w.z]);
         ops::linear(cx, input, &[&weights.b, &weights.a].map(part), &mut [&mut *w.b, &mut *w.a]);
         if let Some(journal) = pass.kv.journal() {
-            journal.record(index, pass.rows.tokens.len(), w);
+            journal.record(index, pass.rows.tokens.len(), &w.inputs().map(|values| &*values));
         }
         let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
         Recurrent { config: &config, weights, rows }.run(cx, pass.kv.states_mut(index), w);
@@ -39,75 +37,27 @@ impl Decoder {
         let branch = Branch { input: w.out, projection: &weights.out, norm: None };
         self.add_projection(cx, branch, pass.w.x, pass.w.normed)
     }
-
-    /// Computes the states of sequences again, from recorded inputs and with the same bits as a pass over these rows.
-    pub fn replay(
-        &self,
-        cx: &mut OpContext,
-        replays: &[Replay],
-        journal: &Journal,
-        memory: ReplayMemory<'_>,
-    ) {
-        let ReplayMemory { kv, work, n_rows } = memory;
-        let config = self.config().delta_net.expect("only models with recurrent layers have replays");
-        for group in Group::all(replays, n_rows) {
-            let rows = RecurrentRows { sequences: &group.sequences, order: &group.order };
-            let mut index = 0;
-            for layer in &self.weights.layers {
-                if let Mixer::DeltaNet(weights) = &layer.mixer {
-                    let w = &mut work.rows(group.rows.len()).delta;
-                    journal.load(index, &group.rows, w);
-                    Recurrent { config: &config, weights, rows }.run(cx, kv.states_mut(index), w);
-                    index += 1;
-                }
-            }
-        }
-    }
-}
-
-/// Sequences that are replayed together.
-#[derive(Debug, Default)]
-struct Group {
-    sequences: Vec<SequenceRows>,
-    order: Vec<u32>,
-    /// Rows of the journal, `[n]`.
-    rows: Vec<u32>,
-}
-
-impl Group {
-    /// Divides the sequences into groups of up to `n_max` rows. A sequence with more rows is in several groups, in order.
-    fn all(replays: &[Replay], n_max: usize) -> Vec<Self> {
-        let mut groups = vec![Self::default()];
-        for replay in replays {
-            let mut before = replay.before;
-            for rows in replay.rows.chunks(n_max) {
-                if groups.last().is_none_or(|group| group.rows.len() + rows.len() > n_max) {
-                    groups.push(Self::default());
-                }
-                let group = groups.last_mut().expect("pushed above");
-                let start = group.rows.len();
-                group.rows.extend_from_slice(rows);
-                group.order.extend(start as u32..group.rows.len() as u32);
-                group.sequences.push(SequenceRows { before, after: replay.after, start, n_rows: rows.len() });
-                before = Some(replay.after);
-            }
-        }
-        groups.retain(|group| !group.rows.is_empty());
-        groups
-    }
 }
 
 /// The part of a recurrent layer between its projections.
 #[derive(Clone, Copy)]
-struct Recurrent<'a> {
-    config: &'a DeltaNet,
-    weights: &'a DeltaNetWeights,
-    rows: RecurrentRows<'a>,
+pub(super) struct Recurrent<'a> {
+    pub config: &'a DeltaNet,
+    pub weights: &'a DeltaNetWeights,
+    pub rows: RecurrentRows<'a>,
+}
+
+impl DeltaRows<'_> {
+    /// What a layer computes its states from. The steps of the layer overwrite it.
+    pub fn inputs(&mut self) -> [&mut [f32]; 5] {
+        let Self { q_in, k_in, v_in, b, a, .. } = self;
+        [&mut **q_in, &mut **k_in, &mut **v_in, &mut **b, &mut **a]
+    }
 }
 
 impl Recurrent<'_> {
     /// Computes the outputs and the new states from the projected inputs in `w`.
-    fn run(self, cx: &OpContext, states: &mut [f32], w: &mut DeltaRows<'_>) {
+    pub fn run(self, cx: &OpContext, states: &mut [f32], w: &mut DeltaRows<'_>) {
         let Self { config, weights, rows } = self;
         self.convolve(cx, states, w);
         let eps = L2_EPS / config.heads.d_key as f32;
@@ -133,7 +83,7 @@ impl Recurrent<'_> {
         for ((x, out), taps) in parts.into_iter().zip(&weights.taps) {
             let len = taps.len() / config.n_taps * (config.n_taps - 1);
             let windows = StatesMut { data: &mut *states, stride: config.state_len(), offset, len };
-            ops::causal_conv(cx, x, Convolution { taps, rows, windows }, out);
+            ops::causal_conv(cx, x, Convolution { taps, silu: true, rows, windows }, out);
             offset += len;
         }
     }

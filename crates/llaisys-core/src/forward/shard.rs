@@ -43,7 +43,7 @@ impl Shard {
         let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
         let d_ff = divided("the feed-forward width", whole.d_ff)?;
         let norms_all_heads = whole.qk_norm && whole.arch.qk_norm == QkNorm::Projection;
-        if self.world > 1 && (norms_all_heads || whole.delta_net.is_some()) {
+        if self.world > 1 && (norms_all_heads || whole.recurrent_layer.is_some()) {
             return Err(Unsupported::Feature {
                 what: "tensor parallelism of the architecture",
                 value: whole.arch.architecture.to_owned(),
@@ -111,12 +111,13 @@ fn split(id: WeightId) -> Split {
         | LayerWeight::AttnPostNorm
         | LayerWeight::FfnNorm
         | LayerWeight::FfnPostNorm => Split::Whole,
-        LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router => Split::Whole,
-        LayerWeight::OBias | LayerWeight::DownBias => Split::Whole,
-        // Of models that are not split.
-        LayerWeight::AttnGate | LayerWeight::Shared(_) | LayerWeight::SharedScale | LayerWeight::Delta(_) => {
+        LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router | LayerWeight::RouterBias => {
             Split::Whole
         }
+        LayerWeight::OBias | LayerWeight::DownBias => Split::Whole,
+        // Of models that are not split.
+        LayerWeight::AttnGate | LayerWeight::Shared(_) | LayerWeight::SharedScale => Split::Whole,
+        LayerWeight::Delta(_) | LayerWeight::ShortConv(_) => Split::Whole,
         LayerWeight::Qkv
         | LayerWeight::QAndGate
         | LayerWeight::GateUp

@@ -31,6 +31,7 @@ pub struct Workspace {
     attn_gate: AlignedBuf,
     shared_inner: AlignedBuf,
     delta: [AlignedBuf; 10],
+    short_conv: [AlignedBuf; 3],
 }
 
 /// Elements in one row of each activation; 0 where the model does not need it.
@@ -50,10 +51,12 @@ struct Widths {
     attn_gate: usize,
     /// Inner values of the shared expert.
     shared: usize,
-    /// Keys, values and value heads of a recurrent layer.
+    /// Keys, values and value heads of a Gated DeltaNet layer.
     delta_keys: usize,
     delta_values: usize,
     delta_heads: usize,
+    /// Channels of a short convolution.
+    short_conv: usize,
 }
 
 impl Widths {
@@ -83,9 +86,17 @@ pub(super) struct Activations<'a> {
     pub(super) attn_gate: &'a mut [f32],
     pub(super) experts: ExpertRows<'a>,
     pub(super) delta: DeltaRows<'a>,
+    pub(super) short_conv: ShortConvRows<'a>,
 }
 
-/// Additional slices for a recurrent layer.
+/// Additional slices for a gated short convolution.
+pub(super) struct ShortConvRows<'a> {
+    pub(super) input_gate: &'a mut [f32],
+    pub(super) output_gate: &'a mut [f32],
+    pub(super) input: &'a mut [f32],
+}
+
+/// Additional slices for a Gated DeltaNet layer.
 pub(super) struct DeltaRows<'a> {
     /// Inputs of the short convolutions of queries, keys and values.
     pub(super) q_in: &'a mut [f32],
@@ -126,19 +137,20 @@ impl Workspace {
             model: config.d_model,
             q: config.n_heads * config.d_head,
             kv: config.n_kv_heads * config.d_head,
-            inner: config.d_ff,
+            inner: config.d_ff_max(),
             angles: config.d_rope / 2,
             local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_rope / 2),
             query_factors: config.query_scaling.map_or(0, |_| 1),
             experts: config.experts.map_or(0, |experts| experts.n),
             expert_model: config.experts.map_or(0, |_| config.d_model),
-            attn_gate: config.delta_net.map_or(0, |_| config.n_heads * config.d_head),
+            attn_gate: if config.has_attn_gate() { config.n_heads * config.d_head } else { 0 },
             shared: config.d_shared.unwrap_or(0),
-            delta_keys: config.delta_net.map_or(0, |delta_net| delta_net.heads.key_width()),
-            delta_values: config.delta_net.map_or(0, |delta_net| delta_net.heads.value_width()),
-            delta_heads: config.delta_net.map_or(0, |delta_net| delta_net.heads.n_values),
+            delta_keys: config.delta_net().map_or(0, |delta_net| delta_net.heads.key_width()),
+            delta_values: config.delta_net().map_or(0, |delta_net| delta_net.heads.value_width()),
+            delta_heads: config.delta_net().map_or(0, |delta_net| delta_net.heads.n_values),
+            short_conv: config.short_conv().map_or(0, |short_conv| short_conv.channels),
         };
-        let recurrent: usize = widths.delta().iter().sum();
+        let recurrent: usize = widths.delta().iter().sum::<usize>() + 3 * widths.short_conv;
         debug_assert_eq!(recurrent + widths.attn_gate, config.recurrent_width(), "as sizing counts them");
         let rows = |width: usize| -> Result<AlignedBuf, DeviceError> {
             AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())
@@ -149,6 +161,7 @@ impl Workspace {
             attn_gate: rows(widths.attn_gate)?,
             shared_inner: rows(widths.shared)?,
             delta: [a?, b?, c?, d?, e?, f?, g?, h?, i?, j?],
+            short_conv: [rows(widths.short_conv)?, rows(widths.short_conv)?, rows(widths.short_conv)?],
             x: rows(widths.model)?,
             normed: rows(widths.model)?,
             q: rows(widths.q)?,
@@ -174,9 +187,9 @@ impl Workspace {
     /// Returns the width of the widest input of a matrix product, for
     /// [`OpContext::new`](crate::ops::OpContext::new).
     pub fn max_columns(config: &ModelConfig) -> usize {
-        let values = config.delta_net.map_or(0, |delta_net| delta_net.heads.value_width());
+        let values = config.delta_net().map_or(0, |delta_net| delta_net.heads.value_width());
         let d_shared = config.d_shared.unwrap_or(0);
-        [config.n_heads * config.d_head, config.d_ff, values, d_shared]
+        [config.n_heads * config.d_head, config.d_ff_max(), values, d_shared]
             .into_iter()
             .fold(config.d_model, usize::max)
     }
@@ -197,7 +210,10 @@ impl Workspace {
             a: next(),
             out: next(),
         };
+        let [input_gate, output_gate, input] =
+            self.short_conv.each_mut().map(|buffer| first(buffer, n * w.short_conv));
         Activations {
+            short_conv: ShortConvRows { input_gate, output_gate, input },
             attn_gate: first(&mut self.attn_gate, n * w.attn_gate),
             delta,
             x: first(&mut self.x, n * w.model),

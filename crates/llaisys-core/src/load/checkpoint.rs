@@ -3,7 +3,7 @@
 use crate::arch::config::ModelConfig;
 use crate::arch::rope::{RopeConfig, RopeScaling};
 use crate::arch::spec::RopeRows;
-use crate::arch::weight_id::{DeltaWeight, LayerWeight, WeightId};
+use crate::arch::weight_id::{DeltaWeight, LayerWeight, ShortConvWeight, WeightId};
 use crate::arch::wrapper::BARE;
 use crate::dtype::{ComputeMode, DType};
 use crate::error::FormatError;
@@ -414,8 +414,15 @@ fn check_stored(stored: &StoredTensor, id: WeightId, want: Vec<usize>) -> Result
         return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
     }
     // Folders and GGUF files differ in whether a dimension of 1 is there.
-    let squeezes =
-        matches!(id, WeightId::Layer(_, LayerWeight::Delta(DeltaWeight::Conv) | LayerWeight::SharedScale));
+    let squeezes = matches!(
+        id,
+        WeightId::Layer(
+            _,
+            LayerWeight::Delta(DeltaWeight::Conv)
+                | LayerWeight::ShortConv(ShortConvWeight::Conv)
+                | LayerWeight::SharedScale
+        )
+    );
     let squeezed = |shape: &[usize]| shape.iter().copied().filter(|&n| n != 1).collect::<Vec<_>>();
     let is_equal = stored.shape == want || squeezes && squeezed(&stored.shape) == squeezed(&want);
     if !is_equal {

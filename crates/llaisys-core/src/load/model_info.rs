@@ -52,7 +52,7 @@ pub struct ModelInfo {
     pub n_kv_heads: usize,
     /// Elements of a head.
     pub d_head: usize,
-    /// Inner width of the feed-forward block.
+    /// Inner width of the feed-forward block, the widest one of all layers and experts.
     pub d_ff: usize,
     /// Rows of the embedding.
     pub vocab_size: usize,
@@ -139,7 +139,7 @@ impl ModelInfo {
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
             d_head: config.d_head,
-            d_ff: config.d_ff,
+            d_ff: config.d_ff_max(),
             vocab_size: config.vocab_size,
             max_position_embeddings: config.max_positions,
             n_parameters: sizes.iter().map(|size| size.n_elements).sum(),

@@ -1,7 +1,8 @@
 //! The size of the packed weights of a checkpoint, computed before packing.
 
 use crate::arch::config::ModelConfig;
-use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, WeightId};
+use crate::arch::recurrent::RecurrentLayer;
+use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
 use crate::dtype::{ComputeMode, DType};
 use crate::load::weight_format::packed_format;
 use crate::ops::argmax_bounds::ArgmaxBounds;
@@ -71,7 +72,7 @@ impl Sizes<'_> {
         let config = self.config;
         let shapes = config.weight_ids().map(|id| config.shape(id));
         let vectors: usize = shapes.filter(|shape| shape.len() == 1).map(|shape| shape[0]).sum();
-        let taps = config.delta_net.map_or(0, |delta_net| delta_net.channels() * delta_net.n_taps);
+        let taps = config.recurrent_layer.map_or(0, |layer| layer.taps_len());
         let vectors = vectors + config.n_recurrent() * taps;
         let head = if config.tied_head { 0 } else { self.matrix(WeightId::LmHead) };
         let layers: usize = (0..config.n_layers).map(|index| self.layer(index)).sum();
@@ -87,7 +88,7 @@ impl Sizes<'_> {
 
     fn layer(&self, index: usize) -> usize {
         let mixer = self.mixer(index);
-        let Some(experts) = self.config.experts else {
+        let Some(experts) = self.config.experts_of(index) else {
             return mixer + self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
@@ -106,12 +107,19 @@ impl Sizes<'_> {
         use DeltaWeight::{A, B, K, Out, Q, V, Z};
         let matrices =
             |parts: &[LayerWeight]| parts.iter().map(|&part| self.matrix(WeightId::Layer(index, part))).sum();
-        if self.config.is_recurrent(index) {
-            let delta: usize = matrices(&[Q, K, V, Z, Out].map(LayerWeight::Delta));
-            let f32_matrices = [B, A].map(|part| self.f32_matrix(index, LayerWeight::Delta(part)));
-            return delta + f32_matrices.iter().sum::<usize>();
+        match self.config.recurrent_layer.filter(|_| self.config.is_recurrent(index)) {
+            Some(RecurrentLayer::DeltaNet(_)) => {
+                let delta: usize = matrices(&[Q, K, V, Z, Out].map(LayerWeight::Delta));
+                let f32_matrices = [B, A].map(|part| self.f32_matrix(index, LayerWeight::Delta(part)));
+                return delta + f32_matrices.iter().sum::<usize>();
+            }
+            Some(RecurrentLayer::ShortConv(_)) => {
+                use ShortConvWeight::{Input, InputGate, Out, OutputGate};
+                return matrices(&[InputGate, OutputGate, Input, Out].map(LayerWeight::ShortConv));
+            }
+            None => {}
         }
-        let gate: usize = self.config.delta_net.map_or(0, |_| matrices(&[LayerWeight::AttnGate]));
+        let gate: usize = if self.config.has_attn_gate() { matrices(&[LayerWeight::AttnGate]) } else { 0 };
         let attention: usize = matrices(&[LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O]);
         attention + gate
     }

@@ -36,9 +36,10 @@ pub use cpu::layer_norm::{LayerNorm, layer_norm};
 pub use cpu::linear::{
     GatedPart, LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax,
 };
+pub use cpu::multiply::multiply;
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{HeadWidths, RopeTable, rope, rope_shift};
-pub use cpu::route::{Routes, route};
+pub use cpu::route::{Routes, Routing, route};
 pub use cpu::scale::scale;
 pub use cpu::scale_rows::scale_rows;
 pub use cpu::scatter_add::scatter_add;

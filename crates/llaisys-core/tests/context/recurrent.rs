@@ -8,7 +8,8 @@ use llaisys_core::context::{Context, ContextConfig, DecodeRequest, RowMasks};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::error::Error;
 
-const NAMES: [&str; 3] = ["qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16"];
+const NAMES: [&str; 5] =
+    ["qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16", "lfm2_bf16", "lfm2_moe_bf16"];
 const VOCAB: usize = 600;
 
 fn open(name: &str, config: ContextConfig) -> Context {

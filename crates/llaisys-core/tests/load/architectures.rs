@@ -293,7 +293,17 @@ fn fused_projections_are_one_weight_each() {
 fn each_expert_matrix_is_one_weight() {
     let checkpoint = qwen3_moe().open().unwrap();
     let config = checkpoint.config();
-    assert_eq!(config.experts, Some(Experts { n: 3, n_used: 2, normalize: false }));
+    let experts = Experts {
+        n: 3,
+        n_used: 2,
+        normalize: false,
+        sigmoid: false,
+        has_bias: false,
+        scale: 1.0,
+        n_dense: 0,
+        d_dense: 24,
+    };
+    assert_eq!(config.experts, Some(experts));
     assert_eq!(config.d_ff, 24);
     let id = WeightId::Layer(0, LayerWeight::Expert(2, ExpertPart::Down));
     assert_eq!(checkpoint.weight_id("model.layers.0.mlp.experts.2.down_proj.weight"), Some(id));

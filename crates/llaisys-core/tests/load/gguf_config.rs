@@ -183,13 +183,13 @@ fn tokenizers_are_rejected_by_name() {
     let error = unsupported(small().with("tokenizer.ggml.pre", "deepseek-llm").open());
     assert_names(
         &error,
-        &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, qwen35, llama-bpe, default"],
+        &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, qwen35, llama-bpe, lfm2, default"],
     );
     assert_names(
         &unsupported(small().without("tokenizer.ggml.pre").open()),
         &["tokenizer.ggml.pre", "absent"],
     );
-    for pre in ["smollm", "qwen2", "llama-bpe", "default"] {
+    for pre in ["smollm", "qwen2", "llama-bpe", "lfm2", "default"] {
         small().with("tokenizer.ggml.pre", pre).open().unwrap();
     }
 }
@@ -229,7 +229,9 @@ fn add_bos_defaults_by_pre() {
     let add_bos = |file: Gguf| file.open().unwrap().info().tokenizer.as_ref().unwrap().add_bos;
     let silent = small().without("tokenizer.ggml.add_bos_token");
     assert!(!add_bos(silent.clone()));
-    assert!(add_bos(silent.clone().with("tokenizer.ggml.pre", "llama-bpe")));
+    for pre in ["llama-bpe", "lfm2"] {
+        assert!(add_bos(silent.clone().with("tokenizer.ggml.pre", pre)));
+    }
     assert!(add_bos(small().with("tokenizer.ggml.add_bos_token", Meta::Bool(true))));
     let without_id = silent.with("tokenizer.ggml.pre", "llama-bpe").without("tokenizer.ggml.bos_token_id");
     assert_eq!(

@@ -19,10 +19,10 @@ const N_VALUES: usize = 4;
 const D: usize = 16;
 const VOCAB: usize = 600;
 
-type Tensors = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+pub(super) type Tensors = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// The tensors of a golden's text model, named as in a plain folder.
-fn tensors_of(name: &str) -> Tensors {
+pub(super) fn tensors_of(name: &str) -> Tensors {
     let bytes = std::fs::read(golden(name).join("model.safetensors")).unwrap();
     let mut tensors = Tensors::new();
     for (name, view) in SafeTensors::deserialize(&bytes).unwrap().iter() {
@@ -199,7 +199,7 @@ fn with_keys(mut file: Gguf, name: &str, architecture: &str) -> Gguf {
 const FILES: [(&str, &str); 3] =
     [("qwen3_5_bf16", "qwen35"), ("qwen3_5_moe_bf16", "qwen35moe"), ("qwen3_next_bf16", "qwen3next")];
 
-fn logits(context: &mut Context) -> Vec<f32> {
+pub(super) fn logits(context: &mut Context) -> Vec<f32> {
     let tokens: Vec<i32> = (0..50).map(|i| (i * 41 + 7) % VOCAB as i32).collect();
     let seq = context.seq_acquire(0).unwrap();
     Rows::default().run(seq, 0, &tokens).decode(context).unwrap().logits.unwrap()

@@ -4,6 +4,7 @@
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::delta_net::DeltaNet;
+use llaisys_core::arch::recurrent::RecurrentLayer;
 use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::spec::{DeltaWeight, LayerWeight};
 use llaisys_core::error::Result;
@@ -13,7 +14,7 @@ use llaisys_core::ops::{DeltaHeads, ValueOrder};
 use serde_json::{Map, Value, json};
 
 /// Opens a golden with some keys of the text model changed (null: removed).
-fn with(name: &str, keys: &[(&str, Value)]) -> Result<Checkpoint> {
+pub(super) fn with(name: &str, keys: &[(&str, Value)]) -> Result<Checkpoint> {
     let folder = TempFolder::new();
     let (source, file) = (golden(name), "config.json");
     std::fs::copy(source.join("model.safetensors"), folder.file("model.safetensors")).unwrap();
@@ -28,7 +29,7 @@ fn with(name: &str, keys: &[(&str, Value)]) -> Result<Checkpoint> {
     Checkpoint::open(folder.path())
 }
 
-fn config(name: &str) -> ModelConfig {
+pub(super) fn config(name: &str) -> ModelConfig {
     Checkpoint::open(&golden(name)).unwrap().config().clone()
 }
 
@@ -39,7 +40,8 @@ const HEADS: DeltaHeads =
 fn layers_are_recurrent_by_list_or_interval() {
     let dense = config("qwen3_5_bf16");
     assert_eq!(dense.recurrent, [true, true, false, true, true, false]);
-    assert_eq!(dense.delta_net, Some(DeltaNet { heads: HEADS, n_taps: 4 }));
+    let delta_net = DeltaNet { heads: HEADS, n_taps: 4 };
+    assert_eq!(dense.recurrent_layer, Some(RecurrentLayer::DeltaNet(delta_net)));
     assert_eq!((dense.d_rope, dense.d_head, dense.norm_offset), (8, 32, 1.0));
     // Four layers: a window of 3 inputs of 128 channels, and four matrices.
     assert_eq!(dense.state_len(), 4 * (3 * 128 + 4 * 16 * 16));

@@ -18,6 +18,7 @@ mod gguf;
 mod gguf_config;
 mod hybrid_files;
 mod hybrids;
+mod lfm2;
 mod mutations;
 mod quantize;
 mod quantized_folder;

@@ -128,10 +128,13 @@ fn rows_of(weights: &Weights) -> Vec<f32> {
                     .extend([&w.q.matrix, &w.k.matrix, &w.v.matrix, &w.o.matrix].into_iter().chain(&w.gate));
             }
             Mixer::DeltaNet(w) => matrices.extend([&w.q, &w.k, &w.v, &w.z, &w.b, &w.a, &w.out.matrix]),
+            Mixer::ShortConv(w) => {
+                matrices.extend([&w.input_gate, &w.output_gate, &w.input, &w.out.matrix]);
+            }
         }
         match &layer.feed_forward {
             FeedForward::Dense(mlp) => matrices.extend([&mlp.gate_up, &mlp.down.matrix]),
-            FeedForward::Experts { router, experts, shared } => {
+            FeedForward::Experts { router, bias: _, experts, shared } => {
                 matrices.push(router);
                 let shared = shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down.matrix, &s.scale]);
                 matrices.extend(shared);

@@ -46,7 +46,15 @@ const BEFORE: [Option<u32>; 3] = [Some(0), None, Some(0)];
 fn causal_conv_agrees_with_the_reference_wherever_a_pass_begins() {
     let n: usize = LENGTHS.iter().sum();
     for cx in contexts() {
-        for (width, n_taps) in [(1, 2), (17, 4), (64, 4), (130, 3), (33, 6)] {
+        for (width, n_taps, silu) in [
+            (1, 2, true),
+            (17, 4, true),
+            (64, 4, true),
+            (130, 3, true),
+            (33, 6, true),
+            (48, 3, false),
+            (65, 3, false),
+        ] {
             let draw = &mut SplitMix64::new(width as u64);
             let (x, taps) = (draw.values(Size::Unit, n * width), draw.values(Size::Unit, n_taps * width));
             let len = (n_taps - 1) * width;
@@ -56,7 +64,7 @@ fn causal_conv_agrees_with_the_reference_wherever_a_pass_begins() {
             let run = |x: &[f32], rows: RecurrentRows<'_>, data: &mut [f32]| {
                 let mut out = vec![f32::NAN; x.len()];
                 let windows = StatesMut { data, stride, offset: 5, len };
-                ops::causal_conv(&cx, x, Convolution { taps: &taps, rows, windows }, &mut out);
+                ops::causal_conv(&cx, x, Convolution { taps: &taps, silu, rows, windows }, &mut out);
                 out
             };
             let mut whole = states.clone();
@@ -66,11 +74,11 @@ fn causal_conv_agrees_with_the_reference_wherever_a_pass_begins() {
                 let part = |data: &[f32], state: u32| data[state as usize * stride + 5..][..len].to_vec();
                 let window = sequence.before.map_or(vec![0.0; len], |state| part(&states, state));
                 let own = gather(&x, rows.of(sequence), width);
-                let (want, after) = reference::causal_conv::causal_conv(&own, &taps, &window, width);
+                let (want, after) = reference::causal_conv::causal_conv(&own, &taps, silu, &window, width);
                 // Products and sums of `n_taps` terms, then the silu.
                 let tolerance =
                     |_, want: f64| 4e-7 * want.abs() + (n_taps as f64 + 2.0) * ROUNDING * n_taps as f64;
-                let what = format!("{} {width} {n_taps}", name(&cx));
+                let what = format!("{} {width} {n_taps} {silu}", name(&cx));
                 assert_close(&gather(&got, rows.of(sequence), width), &want, tolerance, &what);
                 assert_eq!(part(&whole, sequence.after), after, "{what}");
                 // Row by row, in place from the second row on.
@@ -226,6 +234,10 @@ fn gates_agree_with_their_references() {
             ops::sigmoid_gate(&cx, &mut got, &z);
             let want = reference::sigmoid_gate::sigmoid_gate(&x, &z);
             assert_close(&got, &want, |_, want| 8.0 * ROUNDING * want.abs() + 1e-37, &what);
+            let mut got = x.clone();
+            ops::multiply(&cx, &mut got, &z);
+            let want = reference::multiply::multiply(&x, &z);
+            assert_close(&got, &want, |_, want| ROUNDING * want.abs() + 1e-37, &what);
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::stored::{Rng, Stored};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::cases::{self, RowsCase, Size, SplitMix64};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::{self, Gate, LayerNorm, OpContext, RopeTable, reference};
+use llaisys_core::ops::{self, Gate, LayerNorm, OpContext, RopeTable, Routing, reference};
 use llaisys_core::tensor::RowView;
 
 fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
@@ -284,9 +284,19 @@ fn routes_agree_with_the_reference() {
         logits.iter_mut().for_each(|x| *x *= 9.0);
         // Ties: the lower number wins.
         logits[n_experts..2 * n_experts].fill(1.5);
-        for normalize in [false, true] {
-            ops::route(&logits, n_experts, n_used, normalize, &mut routes);
-            let want = reference::route::route(&logits, n_experts, n_used, normalize);
+        let bias = SplitMix64::new(7).values(Size::Unit, n_experts);
+        let softmax = Routing { n_experts, n_used, sigmoid: false, bias: None, normalize: false, scale: 1.0 };
+        let sigmoid = Routing { sigmoid: true, scale: 2.5, ..softmax };
+        for routing in [
+            softmax,
+            Routing { normalize: true, ..softmax },
+            sigmoid,
+            Routing { normalize: true, ..sigmoid },
+            Routing { bias: Some(&bias), ..sigmoid },
+            Routing { bias: Some(&bias), normalize: true, ..sigmoid },
+        ] {
+            ops::route(&logits, routing, &mut routes);
+            let want = reference::route::route(&logits, routing);
             let mut got = vec![Vec::new(); 30];
             for expert in 0..n_experts {
                 for (row, weight) in routes.of(expert) {
@@ -304,8 +314,14 @@ fn routes_agree_with_the_reference() {
         }
     }
     // NaN is chosen last.
-    ops::route(&[f32::NAN, -1.0, 2.0], 3, 2, true, &mut routes);
+    let plain = Routing { n_experts: 3, n_used: 2, sigmoid: false, bias: None, normalize: true, scale: 1.0 };
+    ops::route(&[f32::NAN, -1.0, 2.0], plain, &mut routes);
     assert!(routes.of(0).next().is_none() && routes.of(2).next().is_some());
+    // The bias chooses, but does not weigh.
+    let biased =
+        Routing { n_used: 1, sigmoid: true, bias: Some(&[1.0, 0.0, 0.0]), normalize: false, ..plain };
+    ops::route(&[0.0, -1.0, 2.0], biased, &mut routes);
+    assert_eq!(routes.of(0).collect::<Vec<_>>(), [(0, 0.5)]);
 }
 
 /// Non-finite numbers remain non-finite and affect only their row.

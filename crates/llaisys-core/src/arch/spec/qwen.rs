@@ -2,6 +2,7 @@
 
 use super::{ArchSpec, ExpertKeys, LLAMA, QkNorm, RopeRows, WindowRule};
 use crate::arch::bias::Biases;
+use crate::arch::recurrent::RecurrentKind;
 use crate::arch::rope::RopeRules;
 use crate::arch::weight_id::{
     QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES, QWEN3_NEXT_FOLDER_NAMES,
@@ -39,11 +40,7 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
     model_type: "qwen3_moe",
     gguf_architecture: "qwen3moe",
     window: WindowRule::Switched,
-    experts: Some(ExpertKeys {
-        n: "num_experts",
-        d_ff: "moe_intermediate_size",
-        normalize: Some("norm_topk_prob"),
-    }),
+    experts: Some(ExpertKeys { normalize: Some("norm_topk_prob"), ..ExpertKeys::SOFTMAX }),
     ..QWEN3
 };
 
@@ -57,7 +54,7 @@ pub const QWEN3_5: ArchSpec = ArchSpec {
     d_head_default: Some(256),
     window: WindowRule::Unsupported,
     rope: RopeRules { partial_default: Some(0.25), ..RopeRules::PLAIN },
-    delta_net: true,
+    recurrent: Some(RecurrentKind::DeltaNet),
     folder_names: &QWEN3_5_FOLDER_NAMES,
     gguf_names: &QWEN3_5_GGUF_NAMES,
     gguf_value_order: ValueOrder::Alternating,
@@ -69,7 +66,7 @@ pub const QWEN3_5_MOE: ArchSpec = ArchSpec {
     architecture: "Qwen3_5MoeForCausalLM",
     model_type: "qwen3_5_moe_text",
     gguf_architecture: "qwen35moe",
-    experts: Some(ExpertKeys { n: "num_experts", d_ff: "moe_intermediate_size", normalize: None }),
+    experts: Some(ExpertKeys::SOFTMAX),
     shared_expert: true,
     folder_names: &QWEN3_5_MOE_FOLDER_NAMES,
     ..QWEN3_5

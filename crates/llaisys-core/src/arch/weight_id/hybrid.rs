@@ -1,8 +1,8 @@
 //! The names of models with recurrent layers.
 
 use super::{
-    DeltaWeight, ExpertPart, FEED_FORWARD, FOLDER_NAMES, GGUF_FEED_FORWARD, GGUF_NAMES, LayerWeight,
-    NameTable, Names, QK_NORMS, TWO_NORMS,
+    DeltaWeight, ExpertPart, FEED_FORWARD, FOLDER_NAMES, GGUF_ATTENTION, GGUF_FEED_FORWARD, GGUF_NAMES,
+    GGUF_NORMS, LayerWeight, NameTable, Names, QK_NORMS, ShortConvWeight, TWO_NORMS,
 };
 
 const GATED_ATTENTION: Names = &[
@@ -111,5 +111,45 @@ pub const QWEN3_5_GGUF_NAMES: NameTable = NameTable {
 /// Names in a GGUF file of Qwen3-Next.
 pub const QWEN3_NEXT_GGUF_NAMES: NameTable = NameTable {
     in_layer: &[GGUF_HYBRID, &[(LayerWeight::Delta(DeltaWeight::Ba), "ssm_ba.weight")], GGUF_FEED_FORWARD],
+    ..GGUF_NAMES
+};
+
+const LFM2_LAYER: Names = &[
+    (LayerWeight::AttnNorm, "operator_norm.weight"),
+    (LayerWeight::FfnNorm, "ffn_norm.weight"),
+    (LayerWeight::Q, "self_attn.q_proj.weight"),
+    (LayerWeight::K, "self_attn.k_proj.weight"),
+    (LayerWeight::V, "self_attn.v_proj.weight"),
+    (LayerWeight::O, "self_attn.out_proj.weight"),
+    (LayerWeight::QNorm, "self_attn.q_layernorm.weight"),
+    (LayerWeight::KNorm, "self_attn.k_layernorm.weight"),
+    (LayerWeight::ShortConv(ShortConvWeight::In), "conv.in_proj.weight"),
+    (LayerWeight::ShortConv(ShortConvWeight::Conv), "conv.conv.weight"),
+    (LayerWeight::ShortConv(ShortConvWeight::Out), "conv.out_proj.weight"),
+    (LayerWeight::Gate, "feed_forward.w1.weight"),
+    (LayerWeight::Up, "feed_forward.w3.weight"),
+    (LayerWeight::Down, "feed_forward.w2.weight"),
+    (LayerWeight::Router, "feed_forward.gate.weight"),
+    (LayerWeight::RouterBias, "feed_forward.expert_bias"),
+    (LayerWeight::Expert(0, ExpertPart::Gate), "feed_forward.experts.{}.w1.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Up), "feed_forward.experts.{}.w3.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Down), "feed_forward.experts.{}.w2.weight"),
+];
+
+/// Names in a folder of LFM2, dense or with experts. The norm after the last layer is called that of the embeddings.
+pub const LFM2_FOLDER_NAMES: NameTable =
+    NameTable { output_norm: "model.embedding_norm.weight", in_layer: &[LFM2_LAYER], ..FOLDER_NAMES };
+
+const GGUF_LFM2: Names = &[
+    (LayerWeight::ShortConv(ShortConvWeight::In), "shortconv.in_proj.weight"),
+    (LayerWeight::ShortConv(ShortConvWeight::Conv), "shortconv.conv.weight"),
+    (LayerWeight::ShortConv(ShortConvWeight::Out), "shortconv.out_proj.weight"),
+    (LayerWeight::RouterBias, "exp_probs_b.bias"),
+];
+
+/// Names in a GGUF file of LFM2, dense or with experts. As in a folder, the norm after the last layer is called that of the embeddings.
+pub const LFM2_GGUF_NAMES: NameTable = NameTable {
+    output_norm: "token_embd_norm.weight",
+    in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_LFM2, GGUF_FEED_FORWARD],
     ..GGUF_NAMES
 };

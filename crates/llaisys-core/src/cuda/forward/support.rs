@@ -7,7 +7,7 @@ use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Architectures with which the GPU's forward pass has not been verified.
-const CPU_ONLY: [&str; 11] = [
+const CPU_ONLY: [&str; 13] = [
     "SmolLM3ForCausalLM",
     "Olmo3ForCausalLM",
     "Ministral3ForCausalLM",
@@ -19,6 +19,8 @@ const CPU_ONLY: [&str; 11] = [
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Qwen3NextForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
 ];
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.

@@ -14,6 +14,8 @@ pub enum FeedForward {
     Experts {
         /// `[n_experts, d_model]`, in f32: with a rounding error the router could choose other experts.
         router: PackedMatrix,
+        /// Decides with the scores which experts are chosen, `[n_experts]`.
+        bias: Option<Vec<f32>>,
         /// By expert number.
         experts: Vec<Mlp>,
         /// The expert that all tokens use.
@@ -58,6 +60,7 @@ impl FeedForward {
             (FeedForward::Dense(mlp), LayerWeight::UpBias) => vec![(vector(&mut mlp.up_bias), 0)],
             (FeedForward::Dense(mlp), LayerWeight::DownBias) => vec![(vector(&mut mlp.down.bias), 0)],
             (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Target::Matrix(router), 0)],
+            (FeedForward::Experts { bias, .. }, LayerWeight::RouterBias) => vec![(vector(bias), 0)],
             (FeedForward::Experts { experts, .. }, LayerWeight::Expert(expert, matrix)) => {
                 vec![(experts[expert].target(matrix), 0)]
             }
@@ -77,9 +80,12 @@ impl FeedForward {
     pub(super) fn n_bytes(&self) -> usize {
         match self {
             FeedForward::Dense(mlp) => mlp.n_bytes(),
-            FeedForward::Experts { router, experts, shared } => {
+            FeedForward::Experts { router, bias, experts, shared } => {
                 let shared = shared.iter().map(|shared| shared.mlp.n_bytes() + shared.scale.n_bytes());
-                router.n_bytes() + experts.iter().map(Mlp::n_bytes).chain(shared).sum::<usize>()
+                let n_biases = bias.as_ref().map_or(0, Vec::len);
+                router.n_bytes()
+                    + n_biases * size_of::<f32>()
+                    + experts.iter().map(Mlp::n_bytes).chain(shared).sum::<usize>()
             }
         }
     }

@@ -11,6 +11,8 @@ pub enum Mixer {
     Attention(Attention),
     /// Gated DeltaNet.
     DeltaNet(DeltaNetWeights),
+    /// A gated short convolution.
+    ShortConv(ShortConvWeights),
 }
 
 /// The weights of attention.
@@ -62,6 +64,21 @@ pub struct DeltaNetWeights {
     pub out: Projection,
 }
 
+/// The weights of a gated short convolution.
+#[derive(Debug)]
+pub struct ShortConvWeights {
+    /// Gate of the convolution's input, `[d_model, d_model]`.
+    pub input_gate: PackedMatrix,
+    /// Gate of the convolution's output, `[d_model, d_model]`.
+    pub output_gate: PackedMatrix,
+    /// The convolution's input before its gate, `[d_model, d_model]`.
+    pub input: PackedMatrix,
+    /// Taps of the convolution, `[n_taps, d_model]`, the newest last.
+    pub taps: Vec<f32>,
+    /// `[d_model, d_model]`.
+    pub out: Projection,
+}
+
 impl Mixer {
     /// As [`Weights::targets`](super::Weights::targets). Weights of models with recurrent layers are not replaced.
     pub(super) fn targets(&mut self, part: LayerWeight) -> Vec<(Target<'_>, usize)> {
@@ -94,6 +111,7 @@ impl Mixer {
         match self {
             Mixer::Attention(attention) => attention.n_bytes(),
             Mixer::DeltaNet(delta_net) => delta_net.n_bytes(),
+            Mixer::ShortConv(short_conv) => short_conv.n_bytes(),
         }
     }
 }
@@ -117,5 +135,13 @@ impl DeltaNetWeights {
         let vectors = taps.iter().chain([rate, dt_bias, norm]);
         let n_values = vectors.map(Vec::len).sum::<usize>();
         matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>() + n_values * size_of::<f32>()
+    }
+}
+
+impl ShortConvWeights {
+    fn n_bytes(&self) -> usize {
+        let ShortConvWeights { input_gate, output_gate, input, taps, out } = self;
+        let matrices = [input_gate, output_gate, input, &out.matrix];
+        matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>() + taps.len() * size_of::<f32>()
     }
 }

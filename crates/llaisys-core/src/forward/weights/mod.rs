@@ -6,7 +6,7 @@ mod mixer;
 mod pack;
 
 pub use feed_forward::{FeedForward, Mlp, SharedExpert};
-pub use mixer::{Attention, DeltaNetWeights, Mixer};
+pub use mixer::{Attention, DeltaNetWeights, Mixer, ShortConvWeights};
 pub use pack::PackSettings;
 
 use crate::arch::spec::{LayerWeight, WeightId};
@@ -128,6 +128,7 @@ impl Weights {
             | LayerWeight::UpBias
             | LayerWeight::DownBias
             | LayerWeight::Router
+            | LayerWeight::RouterBias
             | LayerWeight::Expert(..)
             | LayerWeight::Experts(_)
             | LayerWeight::ExpertsGateUp

@@ -4,11 +4,14 @@
 //! packed weights and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
 
 use super::{
-    Attention, DeltaNetWeights, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert, Weights,
+    Attention, DeltaNetWeights, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert,
+    ShortConvWeights, Weights,
 };
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::row_map::RowMap;
-use crate::arch::spec::{DeltaWeight, ExpertPart, LayerWeight, WeightId};
+use crate::arch::short_conv::ShortConv;
+use crate::arch::spec::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
 use crate::dtype::{ComputeMode, DType};
 use crate::error::Result;
 use crate::forward::shard::Shard;
@@ -104,8 +107,9 @@ impl Packer<'_> {
         let config = self.checkpoint.config();
         let (pre, post) = (config.arch.pre_norms, config.arch.post_norms);
         let some = |wanted: bool, part| wanted.then(|| self.vector(at(part))).transpose();
-        let mixer = match config.delta_net.filter(|_| config.is_recurrent(index)) {
-            Some(delta_net) => Mixer::DeltaNet(self.delta_net(index, &delta_net)?),
+        let mixer = match config.recurrent_layer.filter(|_| config.is_recurrent(index)) {
+            Some(RecurrentLayer::DeltaNet(sizes)) => Mixer::DeltaNet(self.delta_net(index, &sizes)?),
+            Some(RecurrentLayer::ShortConv(sizes)) => Mixer::ShortConv(self.short_conv(index, &sizes)?),
             None => Mixer::Attention(self.attention(index)?),
         };
         Ok(LayerWeights {
@@ -126,7 +130,7 @@ impl Packer<'_> {
         let projection = |matrix, bias, has_bias| -> Result<Projection> {
             Ok(Projection { matrix: self.matrix(at(matrix))?, bias: some(has_bias, bias)? })
         };
-        let gate = config.delta_net.map(|_| self.matrix(at(LayerWeight::AttnGate)));
+        let gate = config.has_attn_gate().then(|| self.matrix(at(LayerWeight::AttnGate)));
         Ok(Attention {
             q: projection(LayerWeight::Q, LayerWeight::QBias, config.qkv_bias)?,
             k: projection(LayerWeight::K, LayerWeight::KBias, config.qkv_bias)?,
@@ -147,7 +151,7 @@ impl Packer<'_> {
         } else {
             self.vector(at(DeltaWeight::ALog))?.into_iter().map(f32::exp).collect()
         };
-        let d_key = config.heads.d_key;
+        let (d_key, keys) = (config.heads.d_key, config.heads.key_width());
         let unit = 1.0 / (d_key as f64).sqrt();
         Ok(DeltaNetWeights {
             q: self.matrix(at(DeltaWeight::Q))?,
@@ -156,7 +160,11 @@ impl Packer<'_> {
             z: self.matrix(at(DeltaWeight::Z))?,
             b: f32_matrix(DeltaWeight::B)?,
             a: f32_matrix(DeltaWeight::A)?,
-            taps: self.taps(at(DeltaWeight::Conv), config)?,
+            taps: self.taps(
+                at(DeltaWeight::Conv),
+                config.n_taps,
+                [0..keys, keys..2 * keys, 2 * keys..config.channels()],
+            )?,
             rate,
             dt_bias: self.vector(at(DeltaWeight::DtBias))?,
             unit: [unit * unit, unit].map(|weight| vec![weight as f32; d_key]),
@@ -165,13 +173,30 @@ impl Packer<'_> {
         })
     }
 
-    /// Returns the taps `[n_taps, channels]` of queries, keys and values, stored as `[channels, 1, n_taps]`.
-    fn taps(&self, id: WeightId, config: &DeltaNet) -> Result<[Vec<f32>; 3]> {
+    fn short_conv(&self, index: usize, config: &ShortConv) -> Result<ShortConvWeights> {
+        let at = |part| WeightId::Layer(index, LayerWeight::ShortConv(part));
+        let [taps] = self.taps(at(ShortConvWeight::Conv), config.n_taps, [0..config.channels])?;
+        Ok(ShortConvWeights {
+            input_gate: self.matrix(at(ShortConvWeight::InputGate))?,
+            output_gate: self.matrix(at(ShortConvWeight::OutputGate))?,
+            input: self.matrix(at(ShortConvWeight::Input))?,
+            taps,
+            out: Projection { matrix: self.matrix(at(ShortConvWeight::Out))?, bias: None },
+        })
+    }
+
+    /// Returns the taps `[n_taps, channels]` of consecutive parts of a convolution, stored as `[channels, 1, n_taps]`.
+    fn taps<const N: usize>(
+        &self,
+        id: WeightId,
+        n_taps: usize,
+        parts: [Range<usize>; N],
+    ) -> Result<[Vec<f32>; N]> {
         let mut buffer = self.buffers[0].borrow_mut();
-        let (n_taps, keys, channels) = (config.n_taps, config.heads.key_width(), config.channels());
-        let tensor = self.checkpoint.read(id, 0..channels, &mut buffer, self.pool)?;
+        let n_channels = parts.last().map_or(0, |part| part.end);
+        let tensor = self.checkpoint.read(id, 0..n_channels, &mut buffer, self.pool)?;
         let mut of_channel = vec![0.0; n_taps];
-        let mut taps = |channels: Range<usize>| {
+        let taps = |channels: Range<usize>| {
             let mut taps = vec![0.0; n_taps * channels.len()];
             for (c, channel) in channels.clone().enumerate() {
                 dequantize_row(tensor.view().row(channel), &mut of_channel);
@@ -179,7 +204,7 @@ impl Packer<'_> {
             }
             taps
         };
-        Ok([taps(0..keys), taps(keys..2 * keys), taps(2 * keys..channels)])
+        Ok(parts.map(taps))
     }
 
     fn feed_forward(&self, index: usize) -> Result<FeedForward> {
@@ -198,7 +223,7 @@ impl Packer<'_> {
                 },
             })
         };
-        let Some(experts) = config.experts else {
+        let Some(experts) = config.experts_of(index) else {
             return mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]).map(FeedForward::Dense);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
@@ -210,6 +235,10 @@ impl Packer<'_> {
         };
         Ok(FeedForward::Experts {
             router: f32_matrix(LayerWeight::Router)?,
+            bias: experts
+                .has_bias
+                .then(|| self.vector(WeightId::Layer(index, LayerWeight::RouterBias)))
+                .transpose()?,
             experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
             shared: config.d_shared.map(shared).transpose()?,
         })

@@ -2,7 +2,7 @@
 //!
 //! Unimplemented keys that would change the output are rejected by name; other keys are ignored.
 
-use crate::arch::config::{Experts, ModelConfig, add_ids};
+use crate::arch::config::{ModelConfig, add_ids};
 use crate::arch::rope::{LocalRope, LongRope, QueryScaling, RopeConfig};
 use crate::arch::spec::{self, ArchSpec, SoftCap};
 use crate::arch::wrapper::WRAPPERS;
@@ -13,7 +13,7 @@ use crate::load::folder::quantization::Quantization;
 use crate::load::folder::rope;
 use crate::load::folder::text_config::{self, TextConfig};
 use crate::load::folder::{CONFIG_FILE as FILE, ModelFolder};
-use crate::load::folder::{options, recurrent, window};
+use crate::load::folder::{experts, options, recurrent, window};
 use serde_json::Value;
 
 /// Reads `config.json`, including how matrices are quantized. The ids that end a completion are its own and those of
@@ -50,10 +50,10 @@ pub(crate) fn read(
         n_heads,
         n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
         d_head,
-        d_ff: fields.required_size(arch.experts.map_or(arch.d_ff_key, |keys| keys.d_ff))?,
+        d_ff: options::d_ff(&fields, arch)?,
         vocab_size: fields.required_size("vocab_size")?,
         max_positions,
-        rms_eps: fields.number("rms_norm_eps")?.unwrap_or(arch.rms_eps_default) as f32,
+        rms_eps: fields.number(arch.rms_eps_key)?.unwrap_or(arch.rms_eps_default) as f32,
         d_rope: (d_head as f64 * ropes.partial) as usize,
         rope: ropes.rope,
         long_rope: ropes.long,
@@ -62,7 +62,7 @@ pub(crate) fn read(
         query_scaling: ropes.query_scaling,
         window: None,
         windowed: Vec::new(),
-        delta_net: recurrent::delta_net(&fields, arch)?,
+        recurrent_layer: recurrent::layer(&fields, arch, d_model)?,
         recurrent: Vec::new(),
         score_scale: score_scale(&fields, arch, d_head)?,
         attn_soft_cap: soft_cap(&fields, "attn_logit_softcapping", arch.attn_soft_cap)?,
@@ -74,9 +74,9 @@ pub(crate) fn read(
         },
         residual_scale: multiplier(&fields, arch, "residual_multiplier")?,
         logit_scale: 1.0 / multiplier(&fields, arch, "logits_scaling")?,
-        experts: experts(&fields, arch)?,
+        experts: experts::read(&fields, arch)?,
         d_shared: recurrent::d_shared(&fields, arch)?,
-        tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(arch.tied_default),
+        tied_head: options::is_tied(&fields, arch)?,
         qkv_bias: options::has_bias(&fields, arch.biases.qkv)?,
         o_bias: options::has_bias(&fields, arch.biases.o)?,
         mlp_bias: options::has_bias(&fields, arch.biases.mlp)?,
@@ -235,24 +235,4 @@ fn soft_cap(fields: &Fields<'_>, key: &'static str, rule: SoftCap) -> Result<Opt
             Some(cap) => Err(Unsupported::feature(key, cap, "null in this family").into()),
         },
     }
-}
-
-fn experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Option<Experts>> {
-    let Some(keys) = arch.experts else { return Ok(None) };
-    let [what, other] = options::EXPERT_COUNT_KEYS;
-    let n = match (fields.size(what)?, fields.size(other)?) {
-        (Some(got), Some(want)) if got != want => {
-            let (got, want) = (got as u64, want as u64);
-            return Err(FormatError::Disagree { what, got, other, want }.into());
-        }
-        (stated, other) => stated.or(other),
-    };
-    Ok(Some(Experts {
-        n: n.ok_or(FormatError::KeyMissing { file: FILE, key: keys.n })?,
-        n_used: fields.required_size("num_experts_per_tok")?,
-        normalize: match keys.normalize {
-            Some(key) => fields.flag(key)?.unwrap_or(false),
-            None => true,
-        },
-    }))
 }

@@ -1,6 +1,7 @@
 //! A Hugging Face model folder: finds its files, and rejects links that lead outside of it.
 
 pub(crate) mod config;
+mod experts;
 pub mod fields;
 pub mod generation_config;
 mod options;

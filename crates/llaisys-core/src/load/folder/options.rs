@@ -1,6 +1,7 @@
 //! Options of `config.json` that are rejected if they are switched on.
 
 use crate::arch::bias::{BIAS_KEYS, Bias};
+use crate::arch::bounds::bounded;
 use crate::arch::spec::{Activation, ArchSpec};
 use crate::error::{Result, Unsupported};
 use crate::load::folder::fields::Fields;
@@ -8,6 +9,9 @@ use crate::load::folder::fields::Fields;
 /// Both spellings of the number of experts. Published files have one of them, depending on the architecture;
 /// transformers 5 writes the second one for all.
 pub(super) const EXPERT_COUNT_KEYS: [&str; 2] = ["num_experts", "num_local_experts"];
+
+/// The width of LFM2's feed-forward block before it is adjusted. It takes precedence over the key that others have.
+const STATED_D_FF: &str = "block_ff_dim";
 
 /// Rejects keys that would need a forward pass that is not implemented.
 pub(super) fn reject_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
@@ -56,6 +60,52 @@ pub(super) fn has_bias(fields: &Fields<'_>, bias: Bias) -> Result<bool> {
         Bias::Always => Ok(true),
         Bias::Stated { key, default } => Ok(fields.flag(key)?.unwrap_or(default)),
     }
+}
+
+/// Returns whether the head is the embedding matrix.
+pub(super) fn is_tied(fields: &Fields<'_>, arch: &ArchSpec) -> Result<bool> {
+    for &key in arch.tied_keys {
+        if let Some(is_tied) = fields.flag(key)? {
+            return Ok(is_tied);
+        }
+    }
+    Ok(arch.tied_default)
+}
+
+/// Reads the inner width of the feed-forward block, or of one expert. Errors: a missing key, a factor out of bounds.
+pub(super) fn d_ff(fields: &Fields<'_>, arch: &ArchSpec) -> Result<usize> {
+    if let Some(experts) = arch.experts {
+        return Ok(fields.required_size(experts.d_ff)?);
+    }
+    if !arch.adjusts_d_ff {
+        return Ok(fields.required_size(arch.d_ff_key)?);
+    }
+    let stated = match fields.size(STATED_D_FF)? {
+        Some(stated) => stated,
+        None => fields.required_size(arch.d_ff_key)?,
+    };
+    if fields.flag("block_auto_adjust_ff_dim")? == Some(false) {
+        return Ok(stated);
+    }
+    adjusted_d_ff(fields, stated)
+}
+
+/// Returns two thirds of the stated width, times a factor, rounded up to whole multiples: as LFM2 defines it, with its
+/// defaults. Without a factor (null) nothing is rounded up.
+fn adjusted_d_ff(fields: &Fields<'_>, stated: usize) -> Result<usize> {
+    const FACTOR: &str = "block_ffn_dim_multiplier";
+    const MULTIPLE: &str = "block_multiple_of";
+    bounded(STATED_D_FF, stated as f64, 1.0, f64::from(u32::MAX))?;
+    let d_ff = (2 * stated as u64 / 3) as usize;
+    let factor = match fields.number(FACTOR)? {
+        Some(factor) => factor,
+        None if fields.map.contains_key(FACTOR) => return Ok(d_ff),
+        None => 1.0,
+    };
+    bounded(FACTOR, factor, 1e-3, 1e3)?;
+    let multiple = fields.size(MULTIPLE)?.unwrap_or(256);
+    bounded(MULTIPLE, multiple as f64, 1.0, f64::from(u32::MAX))?;
+    Ok(((factor * d_ff as f64) as usize).next_multiple_of(multiple))
 }
 
 /// Rejects experts in an architecture without them, and layers without experts in one with them.

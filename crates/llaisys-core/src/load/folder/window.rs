@@ -27,7 +27,7 @@ pub(super) fn read(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<
             let kind = |kind: &serde_json::Value| match kind.as_str() {
                 // The second is the name of Granite 4.0.
                 Some("full_attention" | "attention") => Ok(false),
-                Some("linear_attention") if config.arch.delta_net => Ok(false),
+                Some(kind) if config.arch.recurrent.is_some_and(|own| own.layer_type() == kind) => Ok(false),
                 Some("sliding_attention") if window.is_some() => Ok(true),
                 other => {
                     let supported = "full_attention, and sliding_attention with a sliding_window";

@@ -53,7 +53,10 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let n_layers = keys.required_size("block_count")?;
     let max_positions = keys.required_size("context_length")?;
     let (rope, long_rope) = rope(&keys, header, arch, max_positions)?;
-    let expert_d_ff = keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0);
+    let d_ff = match keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0) {
+        Some(d_ff) => d_ff,
+        None => keys.required_size("feed_forward_length")?,
+    };
     let mut config = ModelConfig {
         arch,
         names: arch.gguf_names,
@@ -62,12 +65,9 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         n_layers,
         d_model,
         n_heads,
-        n_kv_heads: keys.size_of_layers("attention.head_count_kv", n_layers)?.unwrap_or(n_heads),
+        n_kv_heads: recurrent::n_kv_heads(&keys, arch, n_layers)?.unwrap_or(n_heads),
         d_head,
-        d_ff: match expert_d_ff {
-            Some(d_ff) => d_ff,
-            None => keys.required_size("feed_forward_length")?,
-        },
+        d_ff,
         vocab_size,
         max_positions,
         rms_eps: keys.required_float("attention.layer_norm_rms_epsilon")? as f32,
@@ -79,7 +79,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         query_scaling: query_scaling(&keys, arch, max_positions)?,
         window: None,
         windowed: Vec::new(),
-        delta_net: recurrent::delta_net(&keys, arch)?,
+        recurrent_layer: recurrent::layer(&keys, arch, d_model)?,
         recurrent: Vec::new(),
         score_scale: score_scale(&keys, arch, &ModelSizes { n_layers, d_model, n_heads, d_head })?,
         attn_soft_cap: keys.soft_cap("attn_logit_softcapping", arch.attn_soft_cap)?,
@@ -91,7 +91,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         },
         residual_scale: keys.multiplier("residual_scale")?,
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
-        experts: experts(&keys, arch, n_experts)?,
+        experts: experts(&keys, arch, n_experts, d_ff)?,
         d_shared: recurrent::d_shared(&keys, arch)?,
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
         qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
@@ -311,22 +311,39 @@ fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f
     Ok(1.0 / (by_width.unwrap_or(sizes.d_head) as f32).sqrt())
 }
 
-fn experts(keys: &Keys<'_>, arch: &ArchSpec, n: usize) -> Result<Option<Experts>> {
+fn experts(keys: &Keys<'_>, arch: &ArchSpec, n: usize, d_ff: usize) -> Result<Option<Experts>> {
     if n == 0 {
         return Ok(None);
     }
-    keys.expect_neutral("expert_weights_scale", &[0.0, 1.0])?;
+    let is_sigmoid = arch.experts.is_some_and(|experts| experts.sigmoid);
+    if !is_sigmoid {
+        keys.expect_neutral("expert_weights_scale", &[0.0, 1.0])?;
+    }
     let n_shared = usize::from(arch.shared_expert);
     if let Some(shared) = keys.size("expert_shared_count")?.filter(|&shared| shared > n_shared) {
         let supported = if arch.shared_expert { "1" } else { "none" };
         return Err(Unsupported::feature("shared experts", shared, supported).into());
     }
-    // 0 is unset, 1 is softmax.
-    if let Some(gating) = keys.size("expert_gating_func")?.filter(|&gating| gating > 1) {
-        return Err(Unsupported::feature("expert_gating_func", gating, "1 (softmax)").into());
+    // 0 is unset, 1 is softmax, 2 are sigmoids.
+    let (gating, supported) = if is_sigmoid { (2, "2 (sigmoid)") } else { (1, "1 (softmax)") };
+    if let Some(other) = keys.size("expert_gating_func")?.filter(|&stated| stated > 0 && stated != gating) {
+        return Err(Unsupported::feature("expert_gating_func", other, supported).into());
     }
-    let normalize = keys.metadata.bool(&keys.full("expert_weights_norm"))?.unwrap_or(true);
-    Ok(Some(Experts { n, n_used: keys.required_size("expert_used_count")?, normalize }))
+    let n_dense = keys.size("leading_dense_block_count")?.unwrap_or(0);
+    if n_dense > 0 && !is_sigmoid {
+        let supported = "0 (experts in every layer)";
+        return Err(Unsupported::feature("leading_dense_block_count", n_dense, supported).into());
+    }
+    Ok(Some(Experts {
+        n,
+        n_used: keys.required_size("expert_used_count")?,
+        normalize: keys.metadata.bool(&keys.full("expert_weights_norm"))?.unwrap_or(true),
+        sigmoid: is_sigmoid,
+        has_bias: is_sigmoid,
+        scale: keys.multiplier("expert_weights_scale")?,
+        n_dense,
+        d_dense: if n_dense > 0 { keys.required_size("feed_forward_length")? } else { d_ff },
+    }))
 }
 
 /// The keys below `<architecture>.`.

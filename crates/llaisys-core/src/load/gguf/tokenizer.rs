@@ -10,9 +10,9 @@ use serde::Serialize;
 const MODELS: [&str; 2] = ["gpt2", SCORED];
 const SCORED: &str = "llama";
 /// Supported values of `tokenizer.ggml.pre`, which selects how text is split into words before the merges.
-const PRES: [&str; 5] = ["smollm", "qwen2", "qwen35", "llama-bpe", "default"];
-/// With this value, llama.cpp adds the begin token where the file has no key for it.
-const PRE_THAT_ADDS_BOS: &str = "llama-bpe";
+const PRES: [&str; 6] = ["smollm", "qwen2", "qwen35", "llama-bpe", "lfm2", "default"];
+/// With these values, llama.cpp adds the begin token where the file has no key for it.
+const PRES_THAT_ADD_BOS: [&str; 2] = ["llama-bpe", "lfm2"];
 /// The type of an ordinary token; the default where the file has no types.
 const NORMAL: i32 = 1;
 
@@ -21,7 +21,7 @@ const NORMAL: i32 = 1;
 pub struct GgufTokenizer {
     /// `tokenizer.ggml.model`: `gpt2` or `llama`.
     pub model: String,
-    /// `tokenizer.ggml.pre`: one of the five supported; `default` for the model `llama`, which does not split text.
+    /// `tokenizer.ggml.pre`: one of the six supported; `default` for the model `llama`, which does not split text.
     pub pre: String,
     /// Tokens by id, with bytes as GPT-2's letters for them, or with spaces as U+2581.
     pub tokens: Vec<String>,
@@ -58,7 +58,7 @@ impl GgufTokenizer {
         } else if is_scored {
             known(metadata, "tokenizer.ggml.pre", &["default"], "default (for the model llama)")?
         } else {
-            known(metadata, "tokenizer.ggml.pre", &PRES, "smollm, qwen2, qwen35, llama-bpe, default")?
+            known(metadata, "tokenizer.ggml.pre", &PRES, "smollm, qwen2, qwen35, llama-bpe, lfm2, default")?
         };
         let tokens = strings(metadata, "tokenizer.ggml.tokens")?;
         let merges = if is_scored { Vec::new() } else { strings(metadata, "tokenizer.ggml.merges")? };
@@ -83,7 +83,7 @@ impl GgufTokenizer {
         let (bos, eos) = (id("bos_token_id", "the begin token")?, id("eos_token_id", "the end token")?);
         let unk = id("unknown_token_id", "the unknown token")?;
         let stated = metadata.bool("tokenizer.ggml.add_bos_token")?;
-        let add_bos = stated.unwrap_or(is_scored || pre == PRE_THAT_ADDS_BOS);
+        let add_bos = stated.unwrap_or(is_scored || PRES_THAT_ADD_BOS.contains(&pre));
         if add_bos && bos.is_none() {
             return Err(GgufError::KeyMissing { key: "tokenizer.ggml.bos_token_id".to_owned() }.into());
         }

@@ -1,4 +1,4 @@
-//! `causal_conv`: y[t, c] = silu(sum_j w[j, c] x[t - K + 1 + j, c]). Reference: `ops/reference/causal_conv.rs`.
+//! `causal_conv`: y[t, c] = f(sum_j w[j, c] x[t - K + 1 + j, c]), with f silu or nothing. Reference: `ops/reference/causal_conv.rs`.
 //!
 //! The taps are added from the oldest to the newest, one column per lane. A row reads its inputs from the pass or from
 //! the window that earlier passes left, so its bits do not depend on where a pass begins.
@@ -14,20 +14,22 @@ use crate::ops::recurrent::{RecurrentRows, StateJob, StatesMut};
 pub struct Convolution<'a> {
     /// `[K, C]`, the newest last.
     pub taps: &'a [f32],
+    /// Silu is applied to the sums.
+    pub silu: bool,
     /// The rows of each sequence.
     pub rows: RecurrentRows<'a>,
     /// `[K - 1, C]` of each state, the newest input last.
     pub windows: StatesMut<'a>,
 }
 
-/// Short causal convolution of each channel over the rows of its sequence, then silu. Leaves the last inputs of each
-/// sequence in its window.
+/// Short causal convolution of each channel over the rows of its sequence, then silu if the convolution has it. Leaves
+/// the last inputs of each sequence in its window.
 ///
 /// - `x`, `out`: `[n, C]`
 ///
 /// Panics if shapes disagree. Source: arXiv:2312.00752.
 pub fn causal_conv(cx: &OpContext, x: &[f32], convolution: Convolution<'_>, out: &mut [f32]) {
-    let Convolution { taps, rows, windows } = convolution;
+    let Convolution { taps, silu, rows, windows } = convolution;
     let n = rows.order.len();
     let width = x.len().checked_div(n).unwrap_or(0);
     assert!(x.len() == n * width && out.len() == x.len(), "rows of wrong shape");
@@ -46,7 +48,8 @@ pub fn causal_conv(cx: &OpContext, x: &[f32], convolution: Convolution<'_>, out:
     for_row_runs(&cx.pool, out, width, &|first, out| {
         for (place, out) in places[first..].iter().zip(out.chunks_exact_mut(width)) {
             let job = &jobs[place.sequence];
-            isa.run(Convolve { x, taps, job, rows: rows.of(&job.sequence), index: place.index, out });
+            let rows = rows.of(&job.sequence);
+            isa.run(Convolve { x, taps, silu, job, rows, index: place.index, out });
         }
     });
     cx.pool.run_chunks(&mut jobs, 1, &|_, jobs| {
@@ -67,6 +70,7 @@ struct Place {
 struct Convolve<'a, 'b> {
     x: &'a [f32],
     taps: &'a [f32],
+    silu: bool,
     job: &'a StateJob<'b>,
     rows: &'a [u32],
     index: usize,
@@ -94,7 +98,7 @@ impl Kernel for Convolve<'_, '_> {
                 let x = lanes.load_first(&input(j)[columns.clone()]);
                 sum = lanes.mul_add(lanes.load_first(&taps[columns.clone()]), x, sum);
             }
-            lanes.store_first(silu(lanes, sum), out);
+            lanes.store_first(if self.silu { silu(lanes, sum) } else { sum }, out);
         }
     }
 }

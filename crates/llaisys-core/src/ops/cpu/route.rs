@@ -23,28 +23,58 @@ impl Routes {
     }
 }
 
-/// Selects for each row the `n_used` experts with the largest logits; of equal ones those with lower numbers. Their
-/// weights are the softmax over all experts, divided by their sum if `normalize`.
+/// How the experts of a row are selected and weighted.
+#[derive(Debug, Clone, Copy)]
+pub struct Routing<'a> {
+    /// Experts.
+    pub n_experts: usize,
+    /// Experts that are selected, at most `n_experts`.
+    pub n_used: usize,
+    /// Scores are sigmoids of the logits instead of their softmax.
+    pub sigmoid: bool,
+    /// Added to the scores before the selection; the weights are without it. `[n_experts]`
+    pub bias: Option<&'a [f32]>,
+    /// The weights are divided by their sum.
+    pub normalize: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+}
+
+/// Added to the sum of sigmoids by which weights are divided, as transformers does in LFM2.
+const SUM_EPS: f32 = 1e-6;
+
+/// Selects for each row the experts with the largest scores; of equal ones those with lower numbers. Their weights are
+/// the scores.
 ///
-/// - `logits`: `[n, n_experts]`, with `n_experts` at least `n_used`; NaN is selected last
+/// - `logits`: `[n, n_experts]`; NaN is selected last
 ///
-/// Source: arXiv:2401.04088.
-pub fn route(logits: &[f32], n_experts: usize, n_used: usize, normalize: bool, routes: &mut Routes) {
+/// Source: arXiv:2401.04088; sigmoids with a bias: arXiv:2408.15664.
+pub fn route(logits: &[f32], routing: Routing<'_>, routes: &mut Routes) {
+    let Routing { n_experts, n_used, sigmoid, bias, normalize, scale } = routing;
     routes.experts.clear();
     routes.weights.clear();
     routes.n_used = n_used;
     for logits in logits.chunks_exact(n_experts) {
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let score = |i: u32| match sigmoid {
+            true => 1.0 / (1.0 + (-logits[i as usize]).exp()),
+            false => (logits[i as usize] - largest).exp(),
+        };
+        // Without a bias, logits have the order of scores, and differ where these are equal by rounding.
+        let rank = |i: u32| bias.map_or(logits[i as usize], |bias| score(i) + bias[i as usize]);
         let order = &mut routes.order;
         order.clear();
         order.extend(0..n_experts as u32);
-        order.sort_unstable_by(|&a, &b| descending(logits[a as usize], logits[b as usize]).then(a.cmp(&b)));
-        let max = logits[order[0] as usize];
-        let e = |i: u32| (logits[i as usize] - max).exp();
+        order.sort_unstable_by(|&a, &b| descending(rank(a), rank(b)).then(a.cmp(&b)));
         let chosen = &mut order[..n_used];
         chosen.sort_unstable();
-        let total: f32 =
-            if normalize { chosen.iter().map(|&i| e(i)).sum() } else { (0..n_experts as u32).map(e).sum() };
-        routes.weights.extend(chosen.iter().map(|&i| e(i) / total));
+        let total: f32 = match (sigmoid, normalize) {
+            (_, true) => chosen.iter().map(|&i| score(i)).sum(),
+            (false, false) => (0..n_experts as u32).map(score).sum(),
+            (true, false) => 1.0,
+        };
+        let total = if sigmoid && normalize { total + SUM_EPS } else { total };
+        routes.weights.extend(chosen.iter().map(|&i| score(i) / total * scale));
         routes.experts.extend_from_slice(chosen);
     }
 }
