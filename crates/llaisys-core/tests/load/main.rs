@@ -23,5 +23,6 @@ mod quantize;
 mod quantized_folder;
 mod reading;
 mod rotation;
+mod scaled_folder;
 mod spellings;
 mod wrapped;
