@@ -123,7 +123,7 @@ pub enum Unsupported {
     TensorType { tensor: String, dtype: String, supported: &'static str },
     /// A quantized checkpoint for which `quantization` is set.
     #[error(
-        "tensor {tensor:?} is quantized already ({dtype}), and quantization needs a checkpoint in F32, F16 or BF16; \
+        "tensor {tensor:?} is quantized already ({dtype}), and quantization needs a checkpoint in F32, F16, BF16 or FP8; \
          leave the setting out to load this checkpoint as it is"
     )]
     Quantized { tensor: String, dtype: String },

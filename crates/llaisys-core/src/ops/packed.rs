@@ -31,9 +31,12 @@
 //!
 //! Integers are those of the file. So are the scales and minima of types with blocks of 32, which are f16 in the file.
 //! Those of the K types (and of Int4) are products of 15 to 19 significant bits, and are rounded to f16 with a relative
-//! error of at most 2^-11. (So are the f32 scales of Int8 and Fp8.) The error of a value is then at most 1/64 of the distance to its neighbor plus 2^-11 of the
+//! error of at most 2^-11. The error of a value is then at most 1/64 of the distance to its neighbor plus 2^-11 of the
 //! minimum: a quarter of the error that rounding activations to 8 bits causes. A product beyond f16's 65504 becomes
 //! infinite, and so does everything computed from it.
+//!
+//! The f32 scales of Int8 and Fp8 are rounded to f16 too: by at most 2^-11 of a value, or by 2^-25 of its integer where
+//! the scale is below f16's normal numbers. The loader bounds these scales, so that none becomes infinite.
 //!
 //! The I formats hold plain weights that `quant::quantize` quantized while they were packed. A scale and a zero point
 //! take one byte each. I4 therefore takes as many bytes as Q4_0, which has one f16 scale, and is as accurate as Q4_1.

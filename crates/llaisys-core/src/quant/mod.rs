@@ -101,8 +101,8 @@ impl Block {
     }
 }
 
-/// Decodes `row` to f32: exactly for plain types, as [`Block::value`] for block types except [`DType::Fp8`], whose
-/// products of scale and number are rounded to f32 once.
+/// Decodes `row` to f32: exactly for plain types, as [`Block::value`] for block types. The exceptions are
+/// [`DType::Fp8`] and [`DType::Int4`]: their products of scale and number are rounded to f32 once.
 ///
 /// Panics if `row` does not have `out.len()` elements: rows are checked when a file is parsed.
 pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
@@ -112,6 +112,7 @@ pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
         DType::F16 => plain(row.bytes, out, |b| f16::from_le_bytes(b).to_f32()),
         DType::BF16 => plain(row.bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
         DType::Fp8 => fp8::dequantize(row.bytes, out),
+        DType::Int4 => int4::dequantize(row.bytes, out),
         DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => {
             unreachable!("the loader rejects weights of this type")
         }
