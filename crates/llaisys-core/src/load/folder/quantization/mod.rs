@@ -1,8 +1,9 @@
-//! Quantized matrices of Hugging Face folders, by their origin. Each is stored in several tensors, and its rows are read
-//! as blocks of a type that the packer knows.
+//! Quantized matrices of Hugging Face folders, by their origin. Each is stored in several tensors, and its rows are
+//! read as blocks of a type that the packer knows.
 //!
 //! - `gptq_awq`: integers of 4 bits in words that span rows or columns.
-//! - `fp8` and `compressed_tensors` read the settings of checkpoints whose rows are contiguous; `scaled` reads the rows.
+//! - `fp8` and `compressed_tensors` read the settings of checkpoints whose rows are contiguous, and `scaled` reads the
+//!   rows.
 
 mod compressed_tensors;
 mod fp8;
