@@ -2,6 +2,7 @@
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
+use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp8_config};
 use crate::model_files::{Scratch, check};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
@@ -9,12 +10,12 @@ use llaisys_core::load::gguf::Header;
 use llaisys_core::load::tokenizer_json;
 
 /// The last one must fail. It verifies that failures are detected.
-pub const NAMES: [&str; 8] =
-    ["safetensors", "gguf", "index", "config", "generation", "tokenizer", "batch", "canary"];
+pub const NAMES: [&str; 10] =
+    ["safetensors", "fp8", "packed", "gguf", "index", "config", "generation", "tokenizer", "batch", "canary"];
 
 pub fn find(name: &str) -> Target {
     let (kind, file) = match name {
-        "safetensors" => (Kind::Folder, "model.safetensors"),
+        "safetensors" | "fp8" | "packed" => (Kind::Folder, "model.safetensors"),
         "index" => (Kind::Folder, "model.safetensors.index.json"),
         "config" => (Kind::Folder, "config.json"),
         "generation" => (Kind::Folder, "generation_config.json"),
@@ -25,14 +26,40 @@ pub fn find(name: &str) -> Target {
         other => panic!("no target {other}; targets: {}", NAMES.join(" ")),
     };
     let scratch = Scratch::new();
-    let mut folder = Folder::small(ARCHITECTURES[0]);
+    let mut folder = match name {
+        "fp8" => fp8(),
+        "packed" => packed(),
+        _ => Folder::small(ARCHITECTURES[0]),
+    };
     folder.generation = Some(serde_json::json!({"eos_token_id": [2, 3], "temperature": 0.7, "top_k": 20}));
     if file == "model.safetensors.index.json" {
         folder.write_sharded(&scratch, 2);
     } else {
         folder.write(&scratch);
     }
-    Target { kind, file, scratch }
+    Target { name: name.to_owned(), kind, file, scratch }
+}
+
+/// A matrix with a scale for each block, in FP8.
+fn fp8() -> Folder {
+    let matrix = Scaled::random(Numbers::E4M3, Sharing::block(5, 64), "F32", counter());
+    matrix.folder(fp8_config(Some([5, 64])), "weight_scale_inv")
+}
+
+/// A matrix of integers of 4 bits with zero points, by compressed-tensors.
+fn packed() -> Folder {
+    let matrix =
+        Scaled::random(Numbers::Packed4, Sharing::block(1, 64), "BF16", counter()).with_zeros(counter());
+    let weights = serde_json::json!({"num_bits": 4, "type": "int", "symmetric": false, "group_size": 64});
+    matrix.folder(compressed_config("pack-quantized", weights), "weight_scale")
+}
+
+fn counter() -> impl FnMut() -> u64 {
+    let mut n = 0_u64;
+    move || {
+        n = n.wrapping_add(0x0123_4567_89ab_cdef);
+        n
+    }
 }
 
 const ARCHITECTURES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
@@ -46,6 +73,7 @@ enum Kind {
 }
 
 pub struct Target {
+    name: String,
     kind: Kind,
     file: &'static str,
     scratch: Scratch,
@@ -82,7 +110,7 @@ impl Target {
             Kind::Tokenizer => vec![small_tokenizer()],
             Kind::Canary => vec![vec![0; 4]],
             Kind::Batch => vec![vec![2, 1, 2, 7, 0, 0, 0, 99, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0], vec![0; 64]],
-            Kind::Folder if self.file == "model.safetensors" => {
+            Kind::Folder if self.name == "safetensors" => {
                 ARCHITECTURES.map(|name| safetensors(&Folder::small(name).tensors)).into()
             }
             Kind::Folder if self.file == "config.json" => {
@@ -95,6 +123,8 @@ impl Target {
                 let short_conv = include_bytes!("../../tests/data/goldens/lfm2_bf16/config.json");
                 let sigmoid = include_bytes!("../../tests/data/goldens/lfm2_moe_bf16/config.json");
                 seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid].map(<[u8]>::to_vec));
+                let quantized = [fp8(), packed()];
+                seeds.extend(quantized.map(|folder| serde_json::to_vec(&folder.config).expect("it is JSON")));
                 seeds
             }
             Kind::Folder => {

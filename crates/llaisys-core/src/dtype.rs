@@ -4,7 +4,7 @@ use serde::Serialize;
 
 /// Element type of a tensor in a file. Block types store `block_len` elements in `block_bytes` bytes.
 ///
-/// Block layouts are those of GGUF; each is described in its file of `quant/`. [`DType::Int4`] is our own.
+/// Block layouts are those of GGUF; each is described in its file of `quant/`. [`DType::Int4`] and its neighbors are our own.
 #[allow(non_camel_case_types, reason = "GGUF's names")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -49,18 +49,33 @@ pub enum DType {
     /// 256 elements of 6 bits offset by 32: signed 8-bit scale for each 16, f16 unit.
     #[serde(rename = "q6_k")]
     Q6_K,
-    /// 32 elements of 4 bits: f32 scale, zero point of one byte. GPTQ and AWQ tensors are converted to it while they
-    /// are loaded; no file contains it.
+    /// 32 elements of 4 bits: f32 scale, zero point of one byte. Quantized matrices of folders are converted to it
+    /// while they are loaded; no file contains it.
     #[serde(rename = "int4")]
     Int4,
-    /// Packed words of GPTQ and AWQ tensors, four bytes each; not weights by themselves.
+    /// 32 signed bytes with an f32 scale, converted as [`DType::Int4`].
+    #[serde(rename = "int8")]
+    Int8,
+    /// 32 numbers in E4M3 with an f32 scale, converted as [`DType::Int4`].
+    #[serde(rename = "fp8")]
+    Fp8,
+    /// Signed bytes of a quantized matrix; not weights by themselves, and so are the types after it.
+    #[serde(rename = "i8")]
+    I8,
+    /// Packed words of a quantized matrix.
     #[serde(rename = "i32")]
     I32,
+    /// The shape of a quantized matrix.
+    #[serde(rename = "i64")]
+    I64,
+    /// Numbers of 8 bits: sign, 4 bits of exponent, 3 of mantissa; NaN, but no infinities.
+    #[serde(rename = "f8_e4m3")]
+    F8E4M3,
 }
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 16] = [
+    pub const ALL: [DType; 21] = [
         DType::F32,
         DType::F16,
         DType::BF16,
@@ -76,15 +91,21 @@ impl DType {
         DType::Q5_K,
         DType::Q6_K,
         DType::Int4,
+        DType::Int8,
+        DType::Fp8,
+        DType::I8,
         DType::I32,
+        DType::I64,
+        DType::F8E4M3,
     ];
 
     /// Elements in one block (1 for plain types).
     pub const fn block_len(self) -> usize {
         match self {
-            DType::F32 | DType::F16 | DType::BF16 | DType::I32 => 1,
+            DType::F32 | DType::F16 | DType::BF16 => 1,
+            DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
-            DType::IQ4_NL | DType::Int4 => 32,
+            DType::IQ4_NL | DType::Int4 | DType::Int8 | DType::Fp8 => 32,
             DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => 256,
         }
     }
@@ -92,8 +113,10 @@ impl DType {
     /// Bytes of one block (of one element for plain types).
     pub const fn block_bytes(self) -> usize {
         match self {
+            DType::I64 => 8,
             DType::F32 | DType::I32 => 4,
             DType::F16 | DType::BF16 => 2,
+            DType::I8 | DType::F8E4M3 => 1,
             DType::Q8_0 => 34,
             DType::Q4_0 | DType::IQ4_NL => 18,
             DType::Q4_1 => 20,
@@ -105,6 +128,7 @@ impl DType {
             DType::Q5_K => 176,
             DType::Q6_K => 210,
             DType::Int4 => 21,
+            DType::Int8 | DType::Fp8 => 36,
         }
     }
 
@@ -119,6 +143,11 @@ impl DType {
     /// True for block-quantized types.
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
+    }
+
+    /// False for the types of tensors that are only parts of a quantized matrix.
+    pub const fn is_weight(self) -> bool {
+        !matches!(self, DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3)
     }
 
     /// The name in logs and errors: GGUF's, in lower case.
@@ -139,7 +168,12 @@ impl DType {
             DType::Q5_K => "q5_k",
             DType::Q6_K => "q6_k",
             DType::Int4 => "int4",
+            DType::Int8 => "int8",
+            DType::Fp8 => "fp8",
+            DType::I8 => "i8",
             DType::I32 => "i32",
+            DType::I64 => "i64",
+            DType::F8E4M3 => "f8_e4m3",
         }
     }
 }

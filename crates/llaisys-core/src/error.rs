@@ -123,8 +123,8 @@ pub enum Unsupported {
     TensorType { tensor: String, dtype: String, supported: &'static str },
     /// A quantized checkpoint for which `quantization` is set.
     #[error(
-        "tensor {tensor:?} is quantized already ({dtype}), and quantization needs a checkpoint in F32, F16 or BF16; \
-         leave the setting out to load this checkpoint as it is"
+        "tensor {tensor:?} is quantized already ({dtype}), and quantization needs a checkpoint in F32, F16, BF16 or \
+         FP8; leave the setting out to load this checkpoint as it is"
     )]
     Quantized { tensor: String, dtype: String },
     /// An instruction set that this machine does not have, or an unknown one.

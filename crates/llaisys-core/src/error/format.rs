@@ -55,6 +55,15 @@ pub enum FormatError {
     /// A weight that cannot be quantized.
     #[error("tensor {name:?} holds an infinity or NaN in row {row}; such a model cannot be quantized")]
     NotFinite { name: String, row: usize },
+    /// A NaN in a matrix of FP8 numbers.
+    #[error("tensor {name:?} holds a NaN (0x7f or 0xff in E4M3) in row {row}; convert the checkpoint again")]
+    Nan { name: String, row: usize },
+    /// A scale of a quantized matrix that cannot be used.
+    #[error(
+        "tensor {name:?} holds the scale {value:e}; scales are finite, not zero and up to {max} in magnitude: \
+         convert the checkpoint again"
+    )]
+    Scale { name: String, value: f32, max: f32 },
     /// A tensor with too many dimensions.
     #[error("{file}: tensor {name:?} has {n_dims} dimensions, at most {max} are read")]
     Dimensions { file: String, name: String, n_dims: usize, max: usize },

@@ -166,8 +166,8 @@ impl Checkpoint {
                     TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() }
                 }
                 Location::Quantized(matrix) => {
-                    let n_bytes = matrix.indices().map(|index| files.tensors()[index].range.len()).sum();
-                    TensorSize { dtype: DType::Int4, n_elements, n_bytes }
+                    let bytes = matrix.indices().into_iter().map(|index| files.tensors()[index].range.len());
+                    TensorSize { dtype: matrix.reported_dtype(), n_elements, n_bytes: bytes.sum() }
                 }
             });
         }
@@ -209,23 +209,29 @@ impl Checkpoint {
         }
     }
 
+    /// True if [`Checkpoint::read`] reads the whole weight for any of its rows. Panics if the model has no such weight.
+    pub fn is_read_whole(&self, id: WeightId) -> bool {
+        matches!(self.by_id[&id], Location::Quantized(matrix) if matrix.is_read_whole())
+    }
+
     /// The element type of what [`Checkpoint::read`] returns for `id`. Panics if the model has no such weight.
     pub fn dtype(&self, id: WeightId) -> DType {
         self.by_id[&id].dtype(&self.files)
     }
 
-    /// Checks that every matrix has a type that can be quantized, if `mode` quantizes.
+    /// Checks that every matrix has a type that can be quantized, if `mode` quantizes: floats, FP8 included.
     ///
     /// Errors: [`Unsupported::Quantized`] names the first matrix that is stored in integers.
     pub fn check_quantizable(&self, mode: ComputeMode) -> Result<(), Unsupported> {
         if !quantizes(mode) {
             return Ok(());
         }
-        let matrices = self.config.weight_ids().filter(|&id| self.config.shape(id).len() > 1);
-        for (id, dtype) in matrices.map(|id| (id, self.tensor(id).map_or(DType::Int4, |tensor| tensor.dtype)))
-        {
-            // A matrix that is stored in several tensors is in integers even if its rows are read in another type.
-            if dtype.is_quantized() {
+        for id in self.config.weight_ids().filter(|&id| self.config.shape(id).len() > 1) {
+            let dtype = match self.by_id[&id] {
+                Location::Stored(index) => self.files.tensors()[index].dtype,
+                Location::Quantized(matrix) => matrix.reported_dtype(),
+            };
+            if dtype.is_quantized() && dtype != DType::Fp8 {
                 let tensor = self.config.name(id).expect(NAMED);
                 return Err(Unsupported::Quantized { tensor, dtype: dtype.name().to_uppercase() });
             }
@@ -382,13 +388,12 @@ fn find_weights(
     let (mut n_missing, mut missing) = (0, None);
     for id in config.weight_ids() {
         let name = config.name(id).expect(NAMED);
-        let location = match (files.find(&name), quantization) {
-            (Some(index), _) => Some(Location::Stored(index)),
-            (None, Some(quantization)) => {
-                quantization.find(files, &name, &config.shape(id))?.map(Location::Quantized)
-            }
-            (None, None) => None,
+        let matrix = match quantization {
+            Some(quantization) => quantization.find(files, &name, &config.shape(id))?,
+            None => None,
         };
+        let stored = || files.find(&name).map(Location::Stored);
+        let location = matrix.map(Location::Quantized).or_else(stored);
         match location {
             Some(location) => {
                 by_id.insert(id, location);
@@ -406,12 +411,12 @@ fn find_weights(
     }
 }
 
-/// Checks the tensor of a weight. Errors: it has another shape than the weight, or contains packed integers.
+/// Checks the tensor of a weight. Errors: it has another shape than the weight, or a type of parts of quantized matrices.
 fn check_stored(stored: &StoredTensor, id: WeightId, want: Vec<usize>) -> Result<()> {
     let name = stored.name.clone();
-    if stored.dtype == DType::I32 {
-        let supported = "F32, F16, BF16";
-        return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
+    if !stored.dtype.is_weight() {
+        let (dtype, supported) = (stored.dtype.name().to_uppercase(), "F32, F16, BF16");
+        return Err(Unsupported::TensorType { tensor: name, dtype, supported }.into());
     }
     // Folders and GGUF files differ in whether a dimension of 1 is there.
     let squeezes = matches!(
@@ -440,7 +445,7 @@ fn reject_extra(
     let (table, lm_head) = (config.names, config.name(WeightId::LmHead));
     let indices_of = |location: &Location| match location {
         Location::Stored(index) => vec![*index],
-        Location::Quantized(matrix) => matrix.indices().collect(),
+        Location::Quantized(matrix) => matrix.indices(),
     };
     let known: HashSet<usize> = by_id.values().flat_map(indices_of).collect();
     let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });

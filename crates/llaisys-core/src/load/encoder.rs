@@ -208,9 +208,9 @@ impl EncoderCheckpoint {
             };
             known.insert(index);
             let tensor = &self.files.tensors()[index];
-            if tensor.dtype == DType::I32 {
-                let supported = "F32, F16, BF16";
-                return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
+            if !tensor.dtype.is_weight() {
+                let (dtype, supported) = (tensor.dtype.name().to_uppercase(), "F32, F16, BF16");
+                return Err(Unsupported::TensorType { tensor: name, dtype, supported }.into());
             }
             let want = match part {
                 Part::Matrix(n, d) | Part::Gated(n, d) | Part::Table(n, d) => vec![n, d],

@@ -34,7 +34,8 @@ const LENGTH_BYTES: usize = 8;
 
 /// Opens the tensors of a folder. `model.safetensors` takes precedence over an index, as in transformers.
 ///
-/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16 and I32.
+/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16 and those of
+/// quantized matrices.
 pub fn open(folder: &ModelFolder) -> Result<TensorFiles> {
     if let Some(path) = folder.file(SINGLE)? {
         let file = ModelFile::open(&path)?;
@@ -173,8 +174,11 @@ fn dtype_of(tensor: &str, dtype: FileType) -> Result<DType, Unsupported> {
         FileType::F32 => Ok(DType::F32),
         FileType::F16 => Ok(DType::F16),
         FileType::BF16 => Ok(DType::BF16),
-        // Packed integers of a quantized checkpoint. As weights they are rejected later.
+        // Parts of quantized matrices. As weights they are rejected later.
+        FileType::I8 => Ok(DType::I8),
         FileType::I32 => Ok(DType::I32),
+        FileType::I64 => Ok(DType::I64),
+        FileType::F8_E4M3 => Ok(DType::F8E4M3),
         other => Err(Unsupported::TensorType {
             tensor: tensor.to_owned(),
             dtype: other.to_string(),

@@ -35,6 +35,9 @@
 //! minimum: a quarter of the error that rounding activations to 8 bits causes. A product beyond f16's 65504 becomes
 //! infinite, and so does everything computed from it.
 //!
+//! The f32 scales of Int8 and Fp8 are rounded to f16 too: by at most 2^-11 of a value, or by 2^-25 of its integer where
+//! the scale is below f16's normal numbers. The loader bounds these scales, so that none becomes infinite.
+//!
 //! The I formats hold plain weights that `quant::quantize` quantized while they were packed. A scale and a zero point
 //! take one byte each. I4 therefore takes as many bytes as Q4_0, which has one f16 scale, and is as accurate as Q4_1.
 
@@ -65,7 +68,7 @@ pub enum PackedFormat {
     F32,
     /// Pairs of bf16; activations are rounded to bf16, sums are f32.
     BF16,
-    /// 8-bit integers. Also stores IQ4_NL, whose table has 8-bit numbers.
+    /// 8-bit integers. Also stores Int8, IQ4_NL, whose table has 8-bit numbers, and Fp8, which is rounded to them.
     Q8_0,
     /// 4-bit integers with offset 8.
     Q4_0,
@@ -108,12 +111,14 @@ impl PackedFormat {
     ];
 
     /// The format that stores a type without quantizing it again: the same integers, scales and minima (those of
-    /// K types and Int4 are rounded to f16).
+    /// K types, Int4 and Int8 are rounded to f16). Only the numbers of Fp8 are rounded, by
+    /// [`fp8::parse`](crate::quant::fp8::parse).
     pub const fn of(dtype: DType) -> Self {
         match dtype {
-            DType::F32 | DType::F16 | DType::I32 => PackedFormat::F32,
+            DType::F32 | DType::F16 => PackedFormat::F32,
+            DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => PackedFormat::F32,
             DType::BF16 => PackedFormat::BF16,
-            DType::Q8_0 | DType::IQ4_NL => PackedFormat::Q8_0,
+            DType::Q8_0 | DType::IQ4_NL | DType::Int8 | DType::Fp8 => PackedFormat::Q8_0,
             DType::Q4_0 => PackedFormat::Q4_0,
             DType::Q4_1 | DType::Q4_K | DType::Int4 => PackedFormat::Q4_1,
             DType::Q5_0 => PackedFormat::Q5_0,

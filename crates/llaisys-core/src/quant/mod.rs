@@ -7,7 +7,9 @@
 //!
 //! Each type has one file. Source: GGUF, the `block_*` structures of ggml-common.h; bytes are little endian.
 
+pub mod fp8;
 pub mod int4;
+pub mod int8;
 pub mod iq4_nl;
 pub mod q2_k;
 pub mod q3_k;
@@ -44,12 +46,14 @@ pub struct Block {
 }
 
 impl Block {
-    /// Decodes block `i` of the `dtype.block_len() / 32` in `bytes`. `None` if `dtype` is not a block type.
+    /// Decodes block `i` of the `dtype.block_len() / 32` in `bytes`. `None` if `dtype` is not a block type. The numbers
+    /// of [`DType::Fp8`] are rounded to integers ([`fp8::parse`]); the other types have integers.
     ///
     /// Panics if `bytes` has another length than one stored block: rows are checked when a file is parsed.
     pub fn parse(dtype: DType, bytes: &[u8], i: usize) -> Option<Self> {
         match dtype {
-            DType::F32 | DType::F16 | DType::BF16 | DType::I32 => None,
+            DType::F32 | DType::F16 | DType::BF16 => None,
+            DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => None,
             DType::Q8_0 => Some(q8_0::parse(bytes)),
             DType::Q4_0 => Some(q4_0::parse(bytes)),
             DType::Q4_1 => Some(q4_1::parse(bytes)),
@@ -62,6 +66,8 @@ impl Block {
             DType::Q5_K => Some(q5_k::parse(bytes, i)),
             DType::Q6_K => Some(q6_k::parse(bytes, i)),
             DType::Int4 => Some(int4::parse(bytes)),
+            DType::Int8 => Some(int8::parse(bytes)),
+            DType::Fp8 => Some(fp8::parse(bytes)),
         }
     }
 
@@ -95,7 +101,8 @@ impl Block {
     }
 }
 
-/// Decodes `row` to f32: exactly for plain types, as [`Block::value`] for block types.
+/// Decodes `row` to f32: exactly for plain types, as [`Block::value`] for block types. The exceptions are
+/// [`DType::Fp8`] and [`DType::Int4`]: their products of scale and number are rounded to f32 once.
 ///
 /// Panics if `row` does not have `out.len()` elements: rows are checked when a file is parsed.
 pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
@@ -104,7 +111,11 @@ pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
         DType::F32 => plain(row.bytes, out, f32::from_le_bytes),
         DType::F16 => plain(row.bytes, out, |b| f16::from_le_bytes(b).to_f32()),
         DType::BF16 => plain(row.bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
-        DType::I32 => unreachable!("the loader rejects weights of this type"),
+        DType::Fp8 => fp8::dequantize(row.bytes, out),
+        DType::Int4 => int4::dequantize(row.bytes, out),
+        DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => {
+            unreachable!("the loader rejects weights of this type")
+        }
         _ => Block::for_each(row, |i, block| {
             for (j, value) in out[i * BLOCK_LEN..][..BLOCK_LEN].iter_mut().enumerate() {
                 *value = block.value(j);

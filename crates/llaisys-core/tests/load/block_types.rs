@@ -1,8 +1,9 @@
 //! Block types, byte by byte according to the GGUF definitions.
 
+use crate::model_files::scaled::e4m3;
 use half::f16;
 use llaisys_core::dtype::DType;
-use llaisys_core::quant::{BLOCK_LEN, Block, dequantize_row};
+use llaisys_core::quant::{BLOCK_LEN, Block, dequantize_row, fp8};
 use llaisys_core::tensor::RowView;
 use proptest::prelude::*;
 
@@ -57,7 +58,7 @@ fn plain_types_are_exact() {
 
 #[test]
 fn plain_types_have_no_blocks() {
-    for dtype in [DType::F32, DType::F16, DType::BF16, DType::I32] {
+    for dtype in DType::ALL.into_iter().filter(|dtype| !dtype.is_quantized()) {
         assert_eq!(Block::parse(dtype, &[0; 34], 0), None);
     }
 }
@@ -67,8 +68,9 @@ fn plain_types_have_no_blocks() {
 fn gguf_types_agree_with_the_gguf_package() {
     const N_VALUES: usize = 2048;
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/quants");
+    let is_ours = |dtype: &DType| matches!(dtype, DType::Int4 | DType::Int8 | DType::Fp8);
     let types: Vec<DType> =
-        DType::ALL.into_iter().filter(|dtype| dtype.is_quantized() && *dtype != DType::Int4).collect();
+        DType::ALL.into_iter().filter(|dtype| dtype.is_quantized() && !is_ours(dtype)).collect();
     assert_eq!(types.len(), 11);
     for dtype in types {
         let file = std::fs::read(format!("{folder}/{}.bin", dtype.name())).unwrap();
@@ -90,6 +92,65 @@ fn handmade_int4_blocks_are_dequantized() {
     let mut want = vec![0.0; 32];
     (want[0], want[17]) = (-4.5, 3.0);
     assert_eq!(dequantize(DType::Int4, &block, 32), want);
+}
+
+/// Scale 0.3: bytes -128, 0 and 127.
+#[test]
+fn handmade_int8_blocks_are_dequantized() {
+    let mut block = 0.3_f32.to_le_bytes().to_vec();
+    block.extend([0x80, 0, 127]);
+    block.resize(36, 0);
+    let mut want = vec![0.0; 32];
+    (want[0], want[2]) = (0.3 * -128.0, 0.3 * 127.0);
+    assert_eq!(dequantize(DType::Int8, &block, 32), want);
+}
+
+fn fp8_block(scale: f32, numbers: &[u8]) -> Vec<u8> {
+    [&scale.to_le_bytes()[..], numbers].concat()
+}
+
+#[test]
+fn every_number_of_e4m3_is_decoded() {
+    assert_eq!(
+        [0x00, 0x01, 0x07, 0x08, 0x38, 0x7e, 0xfe].map(e4m3),
+        [0.0, 1.0 / 512.0, 7.0 / 512.0, 1.0 / 64.0, 1.0, 448.0, -448.0]
+    );
+    for first in (0..=255).step_by(32) {
+        let numbers: Vec<u8> = (first..=first + 31).map(|byte: u16| byte as u8).collect();
+        let got = dequantize(DType::Fp8, &fp8_block(0.3, &numbers), 32);
+        for (&byte, got) in numbers.iter().zip(got) {
+            assert_eq!(fp8::is_nan(byte), e4m3(byte).is_nan());
+            let want = 0.3 * e4m3(byte);
+            assert!(got == want || got.is_nan() && want.is_nan(), "{byte:#x}: {got} instead of {want}");
+        }
+    }
+}
+
+proptest! {
+    /// The integers of an FP8 block, in float64: whole multiples of a 64th of the largest power of two.
+    #[test]
+    fn fp8_is_rounded_to_integers(
+        numbers in prop::collection::vec((0_u8..0x7f, any::<bool>()), 32),
+        // Blocks with large and with small numbers only.
+        largest in 0_u8..0x7f,
+    ) {
+        let numbers: Vec<u8> =
+            numbers.into_iter().map(|(byte, sign)| byte.min(largest) | u8::from(sign) << 7).collect();
+        let exact = dequantize(DType::Fp8, &fp8_block(1.0, &numbers), 32);
+        let top = exact.iter().fold(0.0, |top: f32, x| top.max(x.abs()));
+        let block = Block::parse(DType::Fp8, &fp8_block(1.0, &numbers), 0).unwrap();
+        let mut power = 2_f64.powi(10);
+        while power > f64::from(top) && power > 2_f64.powi(-20) {
+            power /= 2.0;
+        }
+        for (i, &x) in exact.iter().enumerate() {
+            let want = if top == 0.0 { 0.0 } else { (f64::from(x) / (power / 64.0)).round_ties_even() };
+            prop_assert_eq!(f64::from(block.q[i]) - 128.0, want);
+            let error = (block.value(i) - x).abs();
+            prop_assert!(error <= top / 128.0);
+            prop_assert!(error == 0.0 || x.abs() < top / 8.0);
+        }
+    }
 }
 
 #[test]

@@ -252,11 +252,11 @@ fn architectures_are_found_by_name() {
 
 #[test]
 fn other_quantized_checkpoints_are_rejected_by_name() {
-    for method in ["fp8", "bitsandbytes", "compressed-tensors", "hqq", "GPTQ"] {
+    for method in ["FP8", "bitsandbytes", "modelopt", "hqq", "GPTQ"] {
         let folder = small().with("quantization_config", json!({"quant_method": method, "bits": 4}));
         assert_names(
             &unsupported(folder.open()),
-            &["quantized", method, "GPTQ and AWQ", "BF16, F16 and F32"],
+            &["quantized", method, "fp8, compressed-tensors, GPTQ and AWQ", "BF16, F16 and F32"],
         );
     }
     let old = small().with("compression_config", json!({"quant_method": "sparseml"}));

@@ -131,7 +131,7 @@ fn inconsistent_headers_are_rejected() {
 
 #[test]
 fn other_element_types_are_rejected_by_name() {
-    for (dtype, n_bytes) in [("I8", 1), ("F8_E4M3", 1), ("I32", 4), ("F64", 8)] {
+    for (dtype, n_bytes) in [("I8", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("I32", 4), ("I64", 8), ("F64", 8)] {
         let mut folder = small();
         let norm = folder.tensors.iter_mut().find(|t| t.name == "model.norm.weight").unwrap();
         (norm.dtype, norm.data) = (dtype, vec![0; 16 * n_bytes]);

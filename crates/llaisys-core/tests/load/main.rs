@@ -24,5 +24,6 @@ mod quantize;
 mod quantized_folder;
 mod reading;
 mod rotation;
+mod scaled_folder;
 mod spellings;
 mod wrapped;

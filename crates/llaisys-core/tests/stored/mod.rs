@@ -147,6 +147,12 @@ fn random_block(rng: &mut Rng, dtype: DType) -> Vec<u8> {
         block[4] %= 17;
         return block;
     }
+    if matches!(dtype, DType::Int8 | DType::Fp8) {
+        block[..4].copy_from_slice(&(rng.unit() / 8.0).to_le_bytes());
+        // No NaN.
+        block[4..].iter_mut().filter(|byte| **byte & 0x7f == 0x7f).for_each(|byte| *byte = 0);
+        return block;
+    }
     for &at in f16_places(dtype) {
         block[at..at + 2].copy_from_slice(&f16::from_f32(rng.unit() / 8.0).to_le_bytes());
     }

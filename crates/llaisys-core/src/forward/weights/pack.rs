@@ -332,8 +332,7 @@ impl Packer<'_> {
     /// Returns the number of rows of `source` in one piece: whole panels and whole heads, because rows are reordered
     /// only within a head. Rows in groups between others are in one piece, so that the tensor is read in order.
     fn rows_at_once(&self, source: &Source) -> usize {
-        // Every row of a matrix that is stored in several tensors needs all of them.
-        if self.checkpoint.tensor(source.stored).is_none() || !source.map.is_contiguous() {
+        if self.checkpoint.is_read_whole(source.stored) || !source.map.is_contiguous() {
             return source.n_rows;
         }
         let d_head = self.checkpoint.config().d_head;

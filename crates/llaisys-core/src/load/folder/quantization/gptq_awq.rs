@@ -1,4 +1,4 @@
-//! Quantized matrices of Hugging Face folders: GPTQ and AWQ with 4 bits.
+//! Matrices by GPTQ and AWQ with 4 bits.
 //!
 //! A matrix `[N outputs, K inputs]` is stored as three or four tensors instead of its `.weight`. A word has 32 bits and
 //! eight integers, the first in the lowest bits. There are `G = ceil(K / group_size)` groups of inputs.
@@ -13,6 +13,7 @@
 //! `value = scale * (q - zero)`. A GPTQ checkpoint of the format "gptq" stores each word of zero points minus
 //! 0x11111111, "gptq_v2" unchanged. Source: the packing of AutoGPTQ and GPTQModel (`qlinear`), and of AutoAWQ (`gemm`).
 
+use super::{Place, SCALE_TYPES, check_tensor, scale};
 use crate::dtype::DType;
 use crate::error::FormatError;
 use crate::error::{Result, Unsupported};
@@ -20,7 +21,6 @@ use crate::load::folder::fields::Fields;
 use crate::load::tensor_files::{TensorFiles, buffer_of};
 use crate::quant::{BLOCK_LEN, int4};
 use crate::threads::Pool;
-use half::{bf16, f16};
 use std::ops::Range;
 
 /// Integers in a word.
@@ -32,9 +32,9 @@ const SYMMETRIC: u32 = 0x8888_8888;
 /// Rows that are converted together: their words share cache lines.
 const ROWS_AT_ONCE: usize = 16;
 
-/// How the matrices of a folder are quantized.
+/// How the matrices of a folder are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Quantization {
+pub(crate) struct Words {
     layout: Layout,
     /// Inputs that share a scale; None: all inputs of a row.
     group_size: Option<usize>,
@@ -49,20 +49,18 @@ enum Layout {
     Awq,
 }
 
-impl Quantization {
-    /// Reads `quantization_config` of `config.json`; None if there is none.
-    ///
-    /// Errors: an unsupported method, number of bits or layout.
-    pub(crate) fn read(fields: &Fields<'_>) -> Result<Option<Self>> {
-        if let Some(other) = fields.object("compression_config")? {
-            return Err(other_method(other.text("quant_method")?.unwrap_or("compressed-tensors")).into());
-        }
-        let Some(config) = fields.object("quantization_config")? else { return Ok(None) };
-        let layout = match config.text("quant_method")?.unwrap_or("without a name") {
-            "gptq" => gptq_layout(&config)?,
-            "awq" => awq_layout(&config)?,
-            other => return Err(other_method(other).into()),
-        };
+/// Reads the settings of GPTQ. Errors: an unsupported number of bits or layout.
+pub(super) fn read_gptq(config: &Fields<'_>) -> Result<Words> {
+    Words::read(gptq_layout(config)?, config)
+}
+
+/// Reads the settings of AWQ. Errors: as [`read_gptq`].
+pub(super) fn read_awq(config: &Fields<'_>) -> Result<Words> {
+    Words::read(awq_layout(config)?, config)
+}
+
+impl Words {
+    fn read(layout: Layout, config: &Fields<'_>) -> Result<Self> {
         if let Some(bits) = config.number("bits")?.or(config.number("w_bit")?)
             && bits != 4.0
         {
@@ -75,35 +73,23 @@ impl Quantization {
             Ok(size) if size > 0 && size.is_multiple_of(BLOCK_LEN) => Some(size),
             _ => return Err(Unsupported::feature("group_size", group_size, "-1 and multiples of 32").into()),
         };
-        Ok(Some(Self { layout, group_size }))
+        Ok(Self { layout, group_size })
     }
 
-    /// Finds the tensors of the matrix `name` (ending in `.weight`) of `shape`; None if there are none.
-    ///
-    /// Errors: a tensor is missing or has another shape or type than the matrix needs; inputs out of order.
-    pub(crate) fn find(
-        &self,
-        files: &TensorFiles,
-        name: &str,
-        shape: &[usize],
-    ) -> Result<Option<QuantizedMatrix>> {
-        let (Some(module), &[n_rows, n_columns]) = (name.strip_suffix(".weight"), shape) else {
-            return Ok(None);
-        };
-        let find = |part: &str| files.find(&format!("{module}.{part}"));
+    /// As [`Quantization::find`](super::Quantization::find).
+    pub(super) fn find(&self, place: &Place<'_>) -> Result<Option<WordMatrix>> {
+        let &Place { files, module, n_rows, n_columns } = place;
+        let find = |part: &str| place.find(part);
         let Some(qweight) = find("qweight") else { return Ok(None) };
-        let required = |part: &str| {
-            let first = format!("{module}.{part}");
-            find(part).ok_or(FormatError::MissingTensors { n_missing: 1, first })
-        };
+        let required = |part: &str| place.required(part);
         if !n_columns.is_multiple_of(BLOCK_LEN) || !n_rows.is_multiple_of(PER_WORD) {
             let what = format!("{module} of {n_rows} x {n_columns}");
             return Err(
                 Unsupported::feature("a quantized matrix", what, "multiples of 8 x multiples of 32").into()
             );
         }
-        let mut matrix = QuantizedMatrix {
-            quantization: *self,
+        let mut matrix = WordMatrix {
+            words: *self,
             dtype: DType::Int4,
             n_rows,
             n_columns,
@@ -160,18 +146,10 @@ fn awq_layout(config: &Fields<'_>) -> Result<Layout> {
     Ok(Layout::Awq)
 }
 
-fn other_method(name: &str) -> Unsupported {
-    Unsupported::feature(
-        "a checkpoint quantized by",
-        name,
-        "GPTQ and AWQ with 4 bits, BF16, F16 and F32 tensors, and GGUF files",
-    )
-}
-
 /// A quantized matrix, by the indices of its tensors. Their shapes and types were checked.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct QuantizedMatrix {
-    quantization: Quantization,
+pub(crate) struct WordMatrix {
+    words: Words,
     /// Determined once, because this reads every zero point.
     dtype: DType,
     n_rows: usize,
@@ -183,25 +161,25 @@ pub(crate) struct QuantizedMatrix {
     zero_bias: Option<usize>,
 }
 
-impl QuantizedMatrix {
+impl WordMatrix {
     /// The indices of its tensors.
-    pub(crate) fn indices(&self) -> impl Iterator<Item = usize> {
+    pub(super) fn indices(&self) -> impl Iterator<Item = usize> {
         [self.qweight, self.qzeros, self.scales].into_iter().chain(self.g_idx).chain(self.zero_bias)
     }
 
     fn check(&self, files: &TensorFiles) -> Result<()> {
         let (n, k) = (self.n_rows, self.n_columns);
-        let n_groups = self.quantization.group_size.map_or(1, |size| k.div_ceil(size));
-        let words = match self.quantization.layout {
+        let n_groups = self.words.group_size.map_or(1, |size| k.div_ceil(size));
+        let shape = match self.words.layout {
             Layout::Gptq { .. } => [k / PER_WORD, n],
             Layout::Awq => [k, n / PER_WORD],
         };
-        check_tensor(files, self.qweight, &words, &[DType::I32])?;
+        check_tensor(files, self.qweight, &shape, &[DType::I32])?;
         check_tensor(files, self.qzeros, &[n_groups, n / PER_WORD], &[DType::I32])?;
-        check_tensor(files, self.scales, &[n_groups, n], &[DType::F16, DType::BF16, DType::F32])?;
+        check_tensor(files, self.scales, &[n_groups, n], &SCALE_TYPES)?;
         let Some(g_idx) = self.g_idx else { return Ok(()) };
         check_tensor(files, g_idx, &[k], &[DType::I32])?;
-        let size = self.quantization.group_size.unwrap_or(k);
+        let size = self.words.group_size.unwrap_or(k);
         let (mut is_in_order, mut inputs) = (true, 0..);
         files.visit(g_idx, 0, &mut |bytes| {
             for (word, k) in bytes.as_chunks().0.iter().zip(&mut inputs) {
@@ -221,7 +199,7 @@ impl QuantizedMatrix {
     }
 
     /// The type in which its rows are read: Q4_0 if every zero point is 8, else Int4. Both are lossless.
-    pub(crate) fn dtype(&self) -> DType {
+    pub(super) fn dtype(&self) -> DType {
         self.dtype
     }
 
@@ -240,7 +218,7 @@ impl QuantizedMatrix {
 
     /// The zero points of a stored word.
     fn zeros(&self, word: u32) -> u32 {
-        match self.quantization.layout {
+        match self.words.layout {
             Layout::Gptq { zeros_offset } => word.wrapping_add(zeros_offset),
             Layout::Awq => word,
         }
@@ -250,7 +228,7 @@ impl QuantizedMatrix {
     /// read; zero points only if they are not all 8.
     ///
     /// Errors: no memory; a file that was truncated, errors of the system.
-    pub(crate) fn read<'b>(
+    pub(super) fn read<'b>(
         &self,
         files: &TensorFiles,
         rows: Range<usize>,
@@ -263,8 +241,8 @@ impl QuantizedMatrix {
             files.read(index, 0, buffer_of(&mut bytes, n_bytes)?, pool)?;
             Ok(bytes)
         };
-        let words = |index: usize| -> Result<Words> {
-            Ok(Words { bytes: read(index)?, n_columns: files.tensors()[index].shape[1] })
+        let words = |index: usize| -> Result<WordTensor> {
+            Ok(WordTensor { bytes: read(index)?, n_columns: files.tensors()[index].shape[1] })
         };
         let dtype = self.dtype;
         let tensors = Tensors {
@@ -287,28 +265,13 @@ impl QuantizedMatrix {
     }
 }
 
-/// Checks a tensor's shape and type. Errors: another shape or type.
-fn check_tensor(files: &TensorFiles, index: usize, shape: &[usize], types: &[DType]) -> Result<()> {
-    let stored = &files.tensors()[index];
-    if !types.contains(&stored.dtype) {
-        let (tensor, dtype) = (stored.name.clone(), stored.dtype.name().to_uppercase());
-        let supported = if types.contains(&DType::I32) { "I32" } else { "F16, BF16, F32" };
-        return Err(Unsupported::TensorType { tensor, dtype, supported }.into());
-    }
-    if stored.shape != shape {
-        let (name, got) = (stored.name.clone(), stored.shape.clone());
-        return Err(FormatError::TensorShape { name, got, want: shape.to_vec() }.into());
-    }
-    Ok(())
-}
-
 /// A tensor of words.
-struct Words {
+struct WordTensor {
     bytes: Vec<u8>,
     n_columns: usize,
 }
 
-impl Words {
+impl WordTensor {
     fn at(&self, row: usize, column: usize) -> u32 {
         u32::from_le_bytes(self.bytes.as_chunks().0[row * self.n_columns + column])
     }
@@ -321,10 +284,10 @@ fn integer(word: u32, index: usize) -> u8 {
 
 /// The tensors of a matrix.
 struct Tensors<'a> {
-    matrix: &'a QuantizedMatrix,
-    qweight: Words,
+    matrix: &'a WordMatrix,
+    qweight: WordTensor,
     /// None if every zero point is 8.
-    qzeros: Option<Words>,
+    qzeros: Option<WordTensor>,
     /// Type and bytes.
     scales: (DType, Vec<u8>),
 }
@@ -332,7 +295,7 @@ struct Tensors<'a> {
 impl Tensors<'_> {
     /// Writes block `b` of row `n` in the matrix's type.
     fn write_block(&self, b: usize, n: usize, block: &mut [u8]) {
-        let group = self.matrix.quantization.group_size.map_or(0, |size| b * BLOCK_LEN / size);
+        let group = self.matrix.words.group_size.map_or(0, |size| b * BLOCK_LEN / size);
         let at = group * self.matrix.n_rows + n;
         let (dtype, scales) = &self.scales;
         let nibbles = match &self.qzeros {
@@ -354,7 +317,7 @@ impl Tensors<'_> {
     }
 
     fn weight(&self, k: usize, n: usize) -> u8 {
-        match self.matrix.quantization.layout {
+        match self.matrix.words.layout {
             Layout::Gptq { .. } => integer(self.qweight.at(k / PER_WORD, n), k % PER_WORD),
             Layout::Awq => integer(self.qweight.at(k, n / PER_WORD), self.index_in_word(n)),
         }
@@ -362,19 +325,9 @@ impl Tensors<'_> {
 
     /// Returns the index of output `n` in a word of eight outputs.
     fn index_in_word(&self, n: usize) -> usize {
-        match self.matrix.quantization.layout {
+        match self.matrix.words.layout {
             Layout::Gptq { .. } => n % PER_WORD,
             Layout::Awq => AWQ_ORDER[n % PER_WORD],
         }
-    }
-}
-
-/// Element `at` of a tensor of scales.
-fn scale(dtype: DType, scales: &[u8], at: usize) -> f32 {
-    let bytes = &scales[at * dtype.block_bytes()..];
-    match dtype {
-        DType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-        DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        _ => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
     }
 }
