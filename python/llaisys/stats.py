@@ -93,7 +93,8 @@ class EngineStats:
     - `num_queued`: waiting requests, without siblings; `max_num_queued_reqs` bounds them.
       `queue_s`: predicted seconds that the prompts of all waiting requests take.
     - `num_waiting`: all waiting choices. `waiting_by_reason`: `capacity` and `preempted` in the queue,
-      `sibling` (another choice's prompt) and `remote_kv` (a session or a prefix that is being loaded) outside it.
+      `sibling` (another choice's prompt) and `remote_kv` (a session or a prefix that is being loaded) outside
+      it.
     - `seq_ids_free`: number of sequences that may run in addition.
     - Of the `kv_cells`, `kv_cells_used` are used by running requests or pinned by sessions
       (`kv_cells_session`), `kv_cells_free` are free, and the others can be evicted. `kv_cells_retained` are

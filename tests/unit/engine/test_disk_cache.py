@@ -15,7 +15,7 @@ import pytest
 from fakes import core
 from fakes.disk_runner import DiskRunner
 from llaisys.engine.disk_cache.block_store import BlockStore
-from llaisys.engine.disk_cache.disk_cache import LOADS_MAX
+from llaisys.engine.disk_cache.disk_cache import LOADS_MAX, READ_LIMIT_S
 from llaisys.errors import CoreFaultError, RejectedError, StorageFullError
 from llaisys.outputs import FinishReason
 from open_files import open_files
@@ -176,6 +176,26 @@ def test_other_requests_run_while_one_waits_for_the_disk(
     runner.finish()
     assert runner.tokens["loads"] == core.answer(PROMPT, 2)
     assert runner.cached["loads"] == 40
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    start: Callable[..., DiskRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, gate, clock = written(start), threading.Event(), [0.0]
+
+    def hang(*_: Any) -> None:
+        assert gate.wait(30)
+
+    monkeypatch.setattr(BlockStore, "read", hang)
+    runner.disk._clock = lambda: clock[0]
+    runner.submit("a", "b", prompt=PROMPT, max_tokens=2)
+    for clock[0], n_waiting in ((0.0, 2), (READ_LIMIT_S, 2), (READ_LIMIT_S + 1, 0)):
+        runner.disk.resume(is_idle=True)
+        assert runner.engine.stats().waiting_by_reason["remote_kv"] == n_waiting
+    runner.submit("c", prompt=PROMPT, max_tokens=2)
+    runner.finish()
+    assert [runner.tokens[name] for name in "abc"] == 3 * [core.answer(PROMPT, 2)]
+    gate.set()
 
 
 def test_a_request_that_ends_while_it_loads_leaves_nothing(start: Callable[..., DiskRunner]) -> None:

@@ -66,7 +66,7 @@ class BlockStore:
 
     @property
     def block_bytes_max(self) -> int:
-        """Maximum bytes of a file: K, V and id of each token, count and digest of each piece, and the rest."""
+        """Maximum bytes of a file: K, V and id of each token, count and digest of each piece, header."""
         n_tokens, spec = self._spec.n_tokens_max, self._spec
         return n_tokens * (spec.cell_bytes + 12) + 36 * -(-n_tokens // spec.n_piece) + 256
 

@@ -40,7 +40,9 @@ LOADS_MAX = 64
 DRAIN_S = 5.0
 # While requests run, the next block is written after this many times the time that the last one took.
 _BUSY_PAUSE = 40
-# Seconds without writes after the disk has failed.
+# Seconds that a load waits for one block. All requests that load compute their prompts then.
+READ_LIMIT_S = 10.0
+# Seconds without writes after the disk has failed, and without loads after it did not answer.
 FAILED_PAUSE_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -75,11 +77,13 @@ class _Path:
 
 @dataclass(slots=True)
 class _Work:
-    """The work in progress, and the file I/O that it waits for. Its request, if it is a load."""
+    """The work in progress, and the file I/O that it waits for, since `since_s`. Its request, if it is a
+    load."""
 
     steps: _Steps
     future: Future[Any] | None = None
     request: Request | None = None
+    since_s: float = 0.0
 
     @property
     def is_ready(self) -> bool:
@@ -126,7 +130,7 @@ class DiskCache:
         # Paths to write, the least recently used first. Their tokens are at most those of the KV cache.
         self._released: deque[_Path] = deque()
         self._n_released, self._n_released_max = 0, limits.n_cells
-        self._write_after_s = self._paused_until_s = float("-inf")
+        self._write_after_s = self._paused_until_s = self._load_after_s = float("-inf")
         # Called on another thread when file I/O is done, so that `resume` has work.
         self.wake: Callable[[], None] = lambda: None
         kv_cache.on_release = self._release
@@ -146,7 +150,7 @@ class DiskCache:
         first = n_cached // self._n_block
         n_blocks = self._index.n_consecutive(keys, first)
         end = min((first + n_blocks) * self._n_block, request.num_reusable)
-        if end <= n_cached or len(self._loads) >= LOADS_MAX:
+        if end <= n_cached or len(self._loads) >= LOADS_MAX or self._clock() < self._load_after_s:
             return False
         prefill_token_s = self._stats.speed.prefill_token_s
         if not self._cost.is_faster(n_blocks * self._n_block, end - n_cached, prefill_token_s):
@@ -166,11 +170,13 @@ class DiskCache:
         while self._loads and not _waits(self._loads[0].request):
             self._loads.popleft().steps.close()  # canceled or expired
         if self._loads and self._loads[0].is_ready:
-            work = self._loads[0]
-            if not self._advance(work):
-                self._loads.popleft()
-                if work.request is not None and _waits(work.request):
-                    self._callbacks.end_load(work.request)
+            if not self._advance(self._loads[0]):
+                self._end_load(self._loads.popleft())
+        elif self._loads and self._clock() - self._loads[0].since_s > READ_LIMIT_S:
+            log.warning("%s: the disk did not answer within %g s", SETTING, READ_LIMIT_S)
+            self._load_after_s = self._clock() + FAILED_PAUSE_S
+            while self._loads:
+                self._end_load(self._loads.popleft())
         elif self._can_write() and (is_idle or self._clock() >= self._write_after_s):
             self._resume_write()
 
@@ -216,10 +222,15 @@ class DiskCache:
     def _advance(self, work: _Work) -> bool:
         """Resume work once; return False if it has ended."""
         try:
-            work.future = next(work.steps)
+            work.future, work.since_s = next(work.steps), self._clock()
         except StopIteration:
             return False
         return True
+
+    def _end_load(self, work: _Work) -> None:
+        work.steps.close()
+        if work.request is not None and _waits(work.request):
+            self._callbacks.end_load(work.request)
 
     # --- loads ---
 
