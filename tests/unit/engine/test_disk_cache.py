@@ -218,6 +218,22 @@ def test_choices_share_a_loaded_prompt(start: Callable[..., DiskRunner]) -> None
     assert runner.cached["three"] == 40
 
 
+def test_what_one_request_loads_is_not_loaded_again(
+    start: Callable[..., DiskRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, read, n_reads = written(start, n_streams=2), BlockStore.read, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal n_reads
+        n_reads += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(BlockStore, "read", counted)
+    runner.submit("a", "b", prompt=PROMPT, max_tokens=1)
+    runner.finish()
+    assert (n_reads, runner.cached, runner.external) == (5, {"a": 40, "b": 40}, (88, 40))
+
+
 def test_further_requests_compute_if_too_many_load(start: Callable[..., DiskRunner]) -> None:
     runner = written(start, max_num_queued_reqs=2 * LOADS_MAX)
     runner.submit(*map(str, range(LOADS_MAX + 1)), prompt=PROMPT, max_tokens=1)

@@ -113,7 +113,7 @@ class BlockStore:
                 writer.add(len(piece) // spec.cell_bytes, piece)
             writer.commit()
             return WrittenBlock(path.stat().st_size, time.thread_time() - begin_s)
-        except StorageError as error:
+        except LlaisysError as error:
             log.warning("the prefix cache cannot write to %s: %s", self._folder, error)
         except OSError as error:  # another process deleted the file at once
             log.warning("the prefix cache lost a block in %s: %s", self._folder, error.strerror)

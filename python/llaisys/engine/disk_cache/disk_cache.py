@@ -143,8 +143,7 @@ class DiskCache:
     def begin_load(self, request: Request) -> bool:
         """Look a new request's prompt up on disk. Return True if the request waits for a load."""
         salt, ids = request.source.cache_salt, request.token_ids
-        match = self._kv_cache.prefix_cache.match(salt, ids, request.num_reusable)
-        n_cached = match.n_tokens
+        n_cached = self._kv_cache.prefix_cache.match(salt, ids, request.num_reusable).n_tokens
         self._stats.external_query_tokens += request.num_prompt - n_cached
         keys = self._keys(salt, ids)
         first = n_cached // self._n_block
@@ -155,11 +154,8 @@ class DiskCache:
         prefill_token_s = self._stats.speed.prefill_token_s
         if not self._cost.is_faster(n_blocks * self._n_block, end - n_cached, prefill_token_s):
             return False
-        streams = range(self._kv_cache.n_streams)
-        stream = match.stream if n_cached else max(streams, key=self._callbacks.n_available_cells)
-        path = _Path(salt, stream, ids[: (first + n_blocks) * self._n_block])
-        steps = self._load_blocks(path, keys[first : first + n_blocks], first, n_cached)
-        self._loads.append(_Work(steps, request=request))
+        end = (first + n_blocks) * self._n_block
+        self._loads.append(_Work(self._load_path(salt, ids[:end], keys[: first + n_blocks]), request=request))
         return True
 
     def resume(self, *, is_idle: bool) -> None:
@@ -234,24 +230,30 @@ class DiskCache:
 
     # --- loads ---
 
-    def _load_blocks(self, path: _Path, keys: Sequence[bytes], first: int, n_cached: int) -> _Steps:
-        """Cache consecutive blocks of a path, up to the first miss or lack of cells."""
-        begin_s, at = self._clock(), first * self._n_block
-        begin = at
+    def _load_path(self, salt: str, ids: array[int], keys: Sequence[bytes]) -> _Steps:
+        """Cache the blocks `keys` of the path `ids`, up to the first miss or lack of cells."""
+        begin_s = self._clock()
+        # Again, because another request may have computed or loaded some of them since the lookup.
+        match = self._kv_cache.prefix_cache.match(salt, ids, len(ids))
+        n_cached = match.n_tokens
+        streams = range(self._kv_cache.n_streams)
+        stream = match.stream if n_cached else max(streams, key=self._callbacks.n_available_cells)
+        path, first = _Path(salt, stream, ids), n_cached // self._n_block
+        begin = at = first * self._n_block
 
         def read(i: int) -> Future[Any]:
-            start = begin + i * self._n_block
-            return self._submit(self._store.read, keys[i], path.ids[start : start + self._n_block])
+            block = ids[i * self._n_block : (i + 1) * self._n_block]
+            return self._submit(self._store.read, keys[i], block)
 
-        ahead = read(0)
-        for i, key in enumerate(keys):
+        ahead = read(first) if first < len(keys) else None
+        for i in range(first, len(keys)):
             future = ahead
-            if i + 1 < len(keys):
-                ahead = read(i + 1)
+            assert future is not None
+            ahead = read(i + 1) if i + 1 < len(keys) else None
             yield future
             pieces = future.result()
             if pieces is None:
-                self._index.remove(key)
+                self._index.remove(keys[i])
                 break
             n_before = at
             for piece in pieces:
@@ -265,9 +267,8 @@ class DiskCache:
         self._stats.external_hit_tokens += max(0, at - n_cached)
         if at > begin:
             self._cost.observe(self._clock() - begin_s, at - begin)
-            used = self._keys(path.salt, path.ids[:at])
-            self._index.touch(used)
-            yield self._submit(self._store.touch, used)
+            self._index.touch(keys)
+            yield self._submit(self._store.touch, keys)
 
     def _import(self, path: _Path, at: int, end: int, data: NDArray[uint8]) -> bool:
         """Cache the positions `at <= p < end` of a path. Return False if there are too few cells."""
