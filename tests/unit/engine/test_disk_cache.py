@@ -211,6 +211,17 @@ def test_a_request_that_ends_while_it_loads_leaves_nothing(start: Callable[..., 
     assert cached(runner) == 40
 
 
+def test_a_load_is_not_ended_by_the_restore_of_a_session(start: Callable[..., DiskRunner]) -> None:
+    runner = written(start)
+    runner.submit("a", prompt=PROMPT, max_tokens=2, session_id="chat")
+    session = runner.engine.sessions.find("", "chat")
+    runner.engine.remote_kvs.begin_restore(session)
+    runner.engine.remote_kvs.end_restore(session, RejectedError("the file is damaged"))
+    assert runner.engine.stats().waiting_by_reason["remote_kv"] == 1
+    runner.finish()
+    assert (runner.tokens["a"], runner.cached["a"]) == (core.answer(PROMPT, 2), 40)
+
+
 def test_choices_share_a_loaded_prompt(start: Callable[..., DiskRunner]) -> None:
     runner = written(start)
     n_rows = runner.run("three", PROMPT, max_tokens=2, n=3)
@@ -337,6 +348,7 @@ def test_the_least_recently_used_blocks_are_deleted(start: Callable[..., DiskRun
     runner.write_all()
     runner = start(prefix_cache_disk_bytes=n_bytes)
     assert cached(runner, prompts[0]) == 23, "the last token is always computed"
+    runner = start(prefix_cache_disk_bytes=n_bytes)  # the order of use is that of the files' times
     assert cached(runner, prompts[2]) == 0
     runner.write_all()
     assert sum(path.stat().st_size for path in blocks(tmp_path)) <= n_bytes
