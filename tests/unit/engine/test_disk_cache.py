@@ -103,6 +103,16 @@ def test_at_a_drain_everything_is_written(start: Callable[..., DiskRunner], tmp_
     assert cached(start()) == 40
 
 
+def test_a_drain_at_the_exit_of_the_interpreter_needs_no_threads(
+    start: Callable[..., DiskRunner], tmp_path: Path
+) -> None:
+    runner = start()
+    cached(runner)
+    runner.disk._pool.shutdown()  # as the interpreter does before it calls exit hooks
+    runner.shut_down()
+    assert len(blocks(tmp_path)) == 5
+
+
 def test_the_deadline_of_a_drain(
     start: Callable[..., DiskRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

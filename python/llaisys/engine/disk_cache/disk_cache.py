@@ -211,7 +211,12 @@ class DiskCache:
         return block_keys(self._secret, self._fingerprint, salt, ids, n_tokens=self._n_block)
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future = self._pool.submit(function, *arguments)
+        try:
+            future = self._pool.submit(function, *arguments)
+        except RuntimeError:
+            # The interpreter exits and starts no threads. A program that did not close its engine drains now.
+            future = Future()
+            future.set_result(function(*arguments))
         future.add_done_callback(lambda _: self.wake())
         return future
 
