@@ -6,12 +6,14 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from llaisys.config import load_config
-from llaisys.errors import RejectedError
-from llaisys.server.http_errors import to_api_error
+from llaisys.errors import LlaisysError, RejectedError
+from llaisys.server.http_errors import TABLE, to_api_error
+from llaisys.server.response_body import ResponseBytes
 from llaisys.server.responses.store import ResponseStore, StoredResponse
 from llaisys.server.webui.chat_store import ChatStore
 
@@ -48,3 +50,25 @@ def max_stored_response_bytes_per_key() -> None:
         closing(ResponseStore(Path(folder, "r.db"), config.max_stored_response_bytes_per_key)) as store,
     ):
         asyncio.run(use(store))
+
+
+def response_statuses(*sizes: int, **settings: Any) -> list[int]:
+    """Return the statuses of concurrent responses of these sizes in bytes."""
+    config, found = load_config(settings), []
+    counts = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
+    for n_bytes in sizes:
+        try:
+            counts.add(n_bytes, 0)
+            found.append(200)
+        except LlaisysError as e:
+            found.append(TABLE[type(e)].status)
+    return found
+
+
+def max_response_bytes() -> None:
+    """`test_size_estimate.py` has the responses that are rejected before they run."""
+    assert response_statuses(3, 4, max_response_bytes=3) == [200, 400]
+
+
+def max_response_bytes_in_flight() -> None:
+    assert response_statuses(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]

@@ -148,6 +148,8 @@ def load_model_assets(config: Config) -> ModelAssets:
         raise RejectedError("models is only for `llaisys serve`; set one model here", param="models")
     if config.session_store is not None:
         check_store(config.session_store)
+    if config.prefix_cache_dir is not None:
+        check_store(config.prefix_cache_dir, "prefix_cache_dir")
     resolved = resolve_model(config.model, config.revision)
     info = inspect_model(resolved.path)
     _log_skipped_tensors(info)

@@ -93,13 +93,16 @@ class EngineStats:
     - `num_queued`: waiting requests, without siblings; `max_num_queued_reqs` bounds them.
       `queue_s`: predicted seconds that the prompts of all waiting requests take.
     - `num_waiting`: all waiting choices. `waiting_by_reason`: `capacity` and `preempted` in the queue,
-      `sibling` (another choice's prompt) and `remote_kv` (a session that is being restored) outside it.
+      `sibling` (another choice's prompt) and `remote_kv` (a session or a prefix that is being loaded) outside
+      it.
     - `seq_ids_free`: number of sequences that may run in addition.
     - Of the `kv_cells`, `kv_cells_used` are used by running requests or pinned by sessions
       (`kv_cells_session`), `kv_cells_free` are free, and the others can be evicted. `kv_cells_retained` are
       in the prefix cache, whether used or not.
     - `prefix_query_tokens`: prompt tokens of all admitted requests. `prefix_hit_tokens`: those found in the
       cache.
+    - `external_query_tokens`: prompt tokens looked up in the disk tier of the prefix cache, which are those
+      not found in memory. `external_hit_tokens`: those loaded from there.
     - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the step
       before it, until the newest one began.
     - `tokens_of_steps`: of all steps that computed something. `seconds_of_phases`: of their phases, by name
@@ -134,6 +137,8 @@ class EngineStats:
     num_evicted_cells: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    external_query_tokens: int = 0
+    external_hit_tokens: int = 0
     step_prefill_tokens: int = 0
     step_decode_tokens: int = 0
     step_s: float = 0.0

@@ -171,10 +171,11 @@ def test_model_and_models_exclude_each_other() -> None:
         load_config({"models": [{"name": "a"}], "model": "b"})
 
 
-def test_models_do_not_share_a_session_store(tmp_path: Path) -> None:
-    with pytest.raises(RejectedError, match="the same session_store"):
-        load_config({"models": "[{name: a}, {name: b}]", "session_store": str(tmp_path)})
-    own = f"[{{name: a, session_store: {tmp_path}/a}}, {{name: b, session_store: {tmp_path}/b}}, {{name: c}}]"
+@pytest.mark.parametrize("name", ["session_store", "prefix_cache_dir"])
+def test_models_do_not_share_a_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RejectedError, match=f"the same {name}"):
+        load_config({"models": "[{name: a}, {name: b}]", name: str(tmp_path)})
+    own = f"[{{name: a, {name}: {tmp_path}/a}}, {{name: b, {name}: {tmp_path}/b}}, {{name: c}}]"
     assert len(load_config({"models": own}).each_model()) == 3
 
 

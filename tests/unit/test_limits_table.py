@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -36,9 +37,13 @@ from llaisys.server.http_errors import TABLE
 from llaisys.server.listener import bind
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.rate_limits import RateLimitMiddleware
-from llaisys.server.response_body import ResponseBytes
 from middleware import reading, statuses_through
-from server_limits import max_chat_bytes_per_key, max_stored_response_bytes_per_key
+from server_limits import (
+    max_chat_bytes_per_key,
+    max_response_bytes,
+    max_response_bytes_in_flight,
+    max_stored_response_bytes_per_key,
+)
 
 ROOT = Path(__file__).parents[2]
 DESIGN = ROOT / "configs" / "concurrency-design.yaml"
@@ -358,6 +363,13 @@ def session_store() -> None:
     assert sized(session_store="somewhere").limits.session_store == Path("somewhere")
 
 
+def prefix_cache_disk_bytes() -> None:
+    """`test_disk_cache.py` has the blocks that are deleted."""
+    with TemporaryDirectory() as folder, pytest.raises(RejectedError, match="one block of 256") as caught:
+        made(prefix_cache_dir=folder, prefix_cache_disk_bytes=1000)
+    assert caught.value.param == "prefix_cache_disk_bytes"
+
+
 def enable_prefix_caching() -> None:
     for enabled in (True, False):
         engine = made(enable_prefix_caching=enabled)
@@ -378,28 +390,6 @@ def max_body_bytes() -> None:
 
 def max_body_bytes_in_flight() -> None:
     assert statuses_through(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
-
-
-def response_statuses(*sizes: int, **settings: Any) -> list[int]:
-    """Return the statuses of concurrent responses of these sizes in bytes."""
-    config, found = load_config(settings), []
-    counts = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
-    for n_bytes in sizes:
-        try:
-            counts.add(n_bytes, 0)
-            found.append(200)
-        except LlaisysError as e:
-            found.append(status(e))
-    return found
-
-
-def max_response_bytes() -> None:
-    """`test_size_estimate.py` has the responses that are rejected before they run."""
-    assert response_statuses(3, 4, max_response_bytes=3) == [200, 400]
-
-
-def max_response_bytes_in_flight() -> None:
-    assert response_statuses(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]
 
 
 def upload_timeout_s() -> None:
@@ -447,6 +437,7 @@ BEHAVIORS: dict[str, Callable[[], None]] = {
         max_sessions,
         session_kv_share,
         session_store,
+        prefix_cache_disk_bytes,
         enable_prefix_caching,
         max_body_bytes,
         max_body_bytes_in_flight,

@@ -193,6 +193,19 @@ class EngineConfig(BaseModel):
         None, description="folder for saved sessions (default: sessions cannot be saved)"
     )
 
+    prefix_cache_dir: Path | None = Field(
+        None,
+        description="folder for the disk tier of the prefix cache (default: off); cached prefixes are also "
+        "written there, survive a restart, and are loaded if that is faster than computing; the files "
+        "reveal prompts to everyone who can read them",
+    )
+    prefix_cache_disk_bytes: int = Field(
+        2**33,
+        ge=1,
+        description="bytes of prefix_cache_dir (default: 8 GiB); above it the least recently used blocks are "
+        "deleted; raise it if prefixes are computed again after some time",
+    )
+
     # scheduling
     request_timeout_s: float = Field(
         600.0, gt=0, description="age at which a request ends with 408, in seconds"

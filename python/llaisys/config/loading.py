@@ -56,11 +56,13 @@ class Config(ServerConfig, ServedModelConfig, EngineConfig, BaseSettings):
                 made[name] = Config(**{"model": name, **values})
             except ValidationError as e:
                 raise RejectedError(f"{where}.{_first_of(e)}", param="models") from e
-        stores = [config.session_store.resolve() for config in made.values() if config.session_store]
-        if len(stores) > len(set(stores)):
-            raise RejectedError(
-                "two models have the same session_store; set a different one for each", param="session_store"
-            )
+        for name in ("session_store", "prefix_cache_dir"):
+            folders = [getattr(config, name) for config in made.values()]
+            resolved = [folder.resolve() for folder in folders if folder is not None]
+            if len(resolved) > len(set(resolved)):
+                raise RejectedError(
+                    f"two models have the same {name}; set a different one for each", param=name
+                )
         return tuple(made.values())
 
     @classmethod

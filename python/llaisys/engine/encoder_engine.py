@@ -48,7 +48,7 @@ class EncoderEngine:
     without padding, so a batch of different lengths costs no more than one of equal lengths.
     """
 
-    kv_events = None  # there are no cells
+    kv_events = disk_cache = None  # there are no cells
 
     def __init__(self, worker: EncoderWorker, limits: Limits) -> None:
         self.worker = worker

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from llaisys.engine.batch import Batch, Chunk, StepResult
+from llaisys.engine.disk_cache.disk_cache import DiskCache, DiskCacheCallbacks
 from llaisys.engine.engine_output import EngineOutput, TokenLogprobs, token_output
 from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import GrammarCompiler
@@ -17,6 +18,7 @@ from llaisys.engine.limits import Limits, check_first_token, token_limit
 from llaisys.engine.pooling import new_pool, result_of
 from llaisys.engine.prefix_cache import Pin
 from llaisys.engine.queue_limits import check_queue
+from llaisys.engine.remote_kvs import RemoteKvs
 from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
@@ -28,8 +30,6 @@ from llaisys.engine.request import (
     Finished,
     Preemption,
     Request,
-    Restored,
-    RestoreFailed,
     Running,
     WaitingForRemoteKvs,
     advance,
@@ -37,7 +37,7 @@ from llaisys.engine.request import (
 )
 from llaisys.engine.request_queue import OpenRequests, RoundRobinState
 from llaisys.engine.scheduler import Admission, Scheduler, SchedulerOutput, SchedulerView
-from llaisys.engine.sessions.manager import Session, SessionManager
+from llaisys.engine.sessions.manager import SessionManager
 from llaisys.engine.sessions.transfer import EngineCallbacks, SessionRequestHandler
 from llaisys.engine.spec_decode.speculator import Speculator
 from llaisys.engine.stats import EngineStatsRecorder
@@ -60,8 +60,8 @@ class LLMEngine:
     Invariants: only running choices hold a sequence id, cells and a pinned prefix. Each choice of an accepted
     request gets exactly one output with a finish reason; the last of these outputs is marked `last`.
 
-    `requests`: the open requests by state. Other modules only read these, `limits`, `worker` and
-    `kv_events`.
+    `requests`: the open requests by state. Other modules only read these, `limits`, `worker`,
+    `kv_events` and `disk_cache`.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class LLMEngine:
         self._scheduler, self.requests = Scheduler(), OpenRequests()
         self._open = self.requests.by_ordinal
         self.sessions = SessionManager(self._kv_cache, limits)
-        callbacks = EngineCallbacks(self._n_available_cells, self.begin_restore, self.end_restore)
+        self.remote_kvs = waits = RemoteKvs(self.requests, self.sessions, self._end_waiting)
+        callbacks = EngineCallbacks(self._n_available_cells, waits.begin_restore, waits.end_restore)
         self.session_requests = SessionRequestHandler(self.sessions, self._kv_cache, limits, callbacks)
         self._pending: list[EngineOutput] = []
         self._round_robin = RoundRobinState()
@@ -93,6 +94,10 @@ class LLMEngine:
         self._num_submitted = self._num_choices = 0
         self.stats_recorder = EngineStatsRecorder(time.perf_counter)
         self._timelines = TimelineRecorder()
+        self.disk_cache: DiskCache | None = None
+        if limits.prefix_cache_dir is not None:
+            calls = DiskCacheCallbacks(self._n_available_cells, waits.end_load, time.perf_counter)
+            self.disk_cache = DiskCache(self._kv_cache, limits, self.stats_recorder, calls)
         self._now_s = float("-inf")
 
     def timelines(self, request_id: RequestId, now_s: float) -> dict[int, Timeline]:
@@ -126,6 +131,8 @@ class LLMEngine:
         session = self.sessions.get_or_create(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
+        elif self.disk_cache is not None and self.disk_cache.begin_load(leader):
+            leader.state = WaitingForRemoteKvs()
         ahead = self.requests.waiting.last(NAMED_REQUESTS_MAX) or self.requests.running
         self._timelines.record_arrival(leader, ahead)
         choices = [leader]
@@ -153,30 +160,6 @@ class LLMEngine:
         self._kv_cache.evict_all()
         return True
 
-    # --- restored sessions: their requests wait outside the queue ---
-
-    def begin_restore(self, session: Session) -> None:
-        """Make requests that name the session wait until `end_restore`."""
-        session.is_restoring = True
-
-    def end_restore(self, session: Session, error: LlaisysError | None = None) -> None:
-        """Queue the requests of a restored session. With an `error`, end them with it and delete the
-        session."""
-        session.is_restoring = False
-        if error is not None:
-            self.sessions.delete(session)
-        for request in [*self.requests.parked.values()]:
-            key = (request.source.client_id, request.source.session_id)
-            if key != session.key or not isinstance(request.state, WaitingForRemoteKvs):
-                continue
-            if error is None:
-                request.state = advance(request.state, Restored())
-                self.requests.unpark(request)
-                continue
-            for sibling in self.requests.choices(request.request_id)[:0:-1]:
-                self._pending.append(self._finish(sibling, Failed(error)))
-            self._pending.append(self._finish(request, RestoreFailed(error)))
-
     # --- steps ---
 
     def has_work(self) -> bool:
@@ -186,6 +169,8 @@ class LLMEngine:
     def wait_s(self) -> float | None:
         """Return the seconds until a step is due without new messages; None: never."""
         if self.has_work() or self.session_requests.is_ready:
+            return 0.0
+        if self.disk_cache is not None and self.disk_cache.is_ready:
             return 0.0
         waits = [self.limits.timeout_scan_s] if self.requests.parked else []
         if self._kv_cache.would_evict(self.limits.n_cells_kept_free):
@@ -250,7 +235,7 @@ class LLMEngine:
         """Free the core. The caller ends open requests and session calls."""
         self.session_requests.close()
         self._structured.close()
-        for owned in (self._speculator, self.kv_events):
+        for owned in (self._speculator, self.kv_events, self.disk_cache):
             if owned is not None:
                 owned.close()
         self._executor.close()
@@ -470,6 +455,10 @@ class LLMEngine:
                 self.requests.unpark(follower)
         self._timelines.record_first_token(request)
         return output if event is None else self._finish(request, event, output)
+
+    def _end_waiting(self, request: Request, event: Event) -> None:
+        """End a choice between steps; the next step returns its output."""
+        self._pending.append(self._finish(request, event))
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
         """End a choice: release its resources, remove it, and return its only output with a finish reason.

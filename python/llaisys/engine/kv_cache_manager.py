@@ -6,7 +6,8 @@ and the core, and keeps them consistent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class KvCacheManager:
     A request whose first cells were reclaimed is no longer cached, because a path has all positions from 0.
 
     - `prefix_cache`: empty if `caches_prefixes` is False.
+    - `on_release`: called with salt, tokens and KV stream of a path that a request has cached, when the
+      request releases it.
     - Invariants: `request.pin` is set only while the request runs, and pins its first `num_shared` tokens.
       Their cells belong to nodes of the prefix cache; the cells of its other computed tokens are its own.
       Every edit of the prefix cache is applied to the core at once.
@@ -46,6 +49,7 @@ class KvCacheManager:
         self.caches_prefixes = limits.enable_prefix_caching
         n_states = limits.n_states_kept if limits.state_bytes else None
         self.prefix_cache = PrefixCache(limits.n_streams, n_states)
+        self.on_release: Callable[[str, array[int], int], None] | None = None
 
     @property
     def cache_to_plan(self) -> PrefixCache | None:
@@ -194,6 +198,9 @@ class KvCacheManager:
         if self.caches_prefixes and is_valid:
             if request.num_own and not request.num_reclaimed:
                 self._insert(request)
+            if self.on_release is not None and request.pin is not None:
+                ids = request.token_ids[: request.pin.n_tokens]
+                self.on_release(request.source.cache_salt, ids, request.stream)
             self._unpin_request(request)
         elif self.caches_prefixes:
             self._unpin_request(request)

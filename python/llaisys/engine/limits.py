@@ -38,6 +38,8 @@ class Limits:
     - `max_sessions`: sessions of all clients, and saved sessions of each. `session_kv_share`: the share of
       the cells, and of the kept recurrent states, that sessions may pin.
     - `session_store`: the folder of saved sessions. With None they cannot be saved.
+    - `prefix_cache_dir`: the folder of the prefix cache's disk tier, with up to `prefix_cache_disk_bytes`
+      bytes of blocks. With None there is none.
     - `n_clients`: configured clients, each with a share of the above (`ClientShares`, `Shares`). With 1 there
       are no shares, even if requests name several clients.
     - `max_logprobs`: logprobs of one token in `logprobs`, `prompt_logprobs` and `logprob_token_ids`; -1 is no
@@ -73,6 +75,8 @@ class Limits:
     max_sessions: int = 256
     session_kv_share: float = 0.5
     session_store: Path | None = None
+    prefix_cache_dir: Path | None = None
+    prefix_cache_disk_bytes: int = 2**33
     n_clients: int = 1
     max_logprobs: int = 20
     speculates: bool = False

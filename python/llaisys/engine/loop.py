@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Wake:
-    """The file I/O of a session transfer is done."""
+    """File I/O of a session transfer or of the disk tier is done."""
 
 
 Message: TypeAlias = Submit | Cancel | Call | Shutdown | _Wake
@@ -138,9 +138,10 @@ class EngineLoop:
             self._built.set_exception(error)
             return
         self._built.set_result(engine)
-        cause = EngineDeadError("shutting down")
+        cause, is_sound = EngineDeadError("shutting down"), False
         try:
             self._serve(engine)
+            is_sound = not self._end.done()
         except BaseException as error:  # includes a panic of the core
             log.exception("the engine is dead")
             cause = error if isinstance(error, EngineDeadError) else _dead_error(error)
@@ -148,14 +149,20 @@ class EngineLoop:
         try:
             if self._watchdog is not None:
                 self._watchdog.stop()
-            engine.close()
+            try:
+                if is_sound and engine.disk_cache is not None:
+                    engine.disk_cache.drain()
+            finally:
+                engine.close()
         except BaseException:  # the end was reported above
             log.exception("closing the engine failed")
 
     def _serve(self, engine: Engine) -> None:
         """Run until Shutdown, or until an exception that is not the fault of one request."""
         sessions = engine.session_requests
-        sessions.wake = lambda: self._inbox.put(_Wake())
+        sessions.wake = wake = lambda: self._inbox.put(_Wake())
+        if engine.disk_cache is not None:
+            engine.disk_cache.wake = wake
         while True:
             rejected: list[EngineOutput] = []
             for message in self._receive(engine.wait_s()):
@@ -175,6 +182,8 @@ class EngineLoop:
                     case Shutdown():
                         return
             sessions.continue_transfer()
+            if engine.disk_cache is not None:
+                engine.disk_cache.resume(is_idle=not engine.has_work())
             now_s = self._listener.clock()
             outputs = engine.step(now_s) if engine.wait_s() is not None else []
             if engine.kv_events is not None:

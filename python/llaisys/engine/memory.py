@@ -83,6 +83,8 @@ _AS_CONFIGURED = (
     "max_sessions",
     "session_kv_share",
     "session_store",
+    "prefix_cache_dir",
+    "prefix_cache_disk_bytes",
 )
 _FLOAT_BYTES = 4
 # Sequences of a draft model: the most requests that get drafts in a step.
@@ -123,6 +125,7 @@ def size_engine(
     Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
     _check_speculation(config, gpu, draft)
+    _check_disk_tier(config, info)
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
@@ -251,6 +254,22 @@ def _kv_events(config: EngineConfig, info: ModelInfo) -> KvEventsConfig | None:
     return kv_events
 
 
+def _check_disk_tier(config: EngineConfig, info: ModelInfo) -> None:
+    if config.prefix_cache_dir is None:
+        return
+    if not config.enable_prefix_caching:
+        raise RejectedError(
+            "prefix_cache_dir keeps the prefix cache on disk, and enable_prefix_caching is off; turn it on",
+            param="prefix_cache_dir",
+        )
+    if info.state_bytes:
+        raise UnsupportedError(
+            f"prefix_cache_dir keeps K and V of blocks, and {info.architecture} needs a recurrent state to "
+            "continue after them; leave it out",
+            param="prefix_cache_dir",
+        )
+
+
 def size_encoder(
     config: EngineConfig, info: ModelInfo, memory_bytes: int, cpus: Cpus, *, n_clients: int = 1
 ) -> EngineSizing:
@@ -263,6 +282,7 @@ def size_encoder(
         "speculative_config": config.speculative_config is not None,
         "tensor_parallel_size": config.tensor_parallel_size > 1,
         "kv_events_config": _kv_events(config, info) is not None,
+        "prefix_cache_dir": config.prefix_cache_dir is not None,
     }
     for name, is_set in unsupported.items():
         if is_set:

@@ -211,6 +211,13 @@ class PrefixCache:
             for node in root.subtree()[1:]
         ]
 
+    def paths(self) -> list[tuple[str, int, array[int]]]:
+        """Return (salt, stream, tokens) of each whole path; pinned ones, then the most recently used."""
+        nodes = [node for root in self._roots.values() for node in root.subtree()]
+        last = [node for node in nodes if node.n_pins and node.parent is not None]
+        last += [node for order in self._unpinned for node in reversed(order)]
+        return [(*node.key, node.path_tokens()) for node in last if not node.children]
+
     # --- changes ---
 
     def pin(

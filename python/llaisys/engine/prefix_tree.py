@@ -66,6 +66,13 @@ class Node:
             yield node
             node = node.parent
 
+    def path_tokens(self) -> array[int]:
+        """Return the tokens from position 0 to the end of this node."""
+        ids = array("i")
+        for node in reversed([*self.upward()]):
+            ids += node.tokens
+        return ids
+
     def subtree(self) -> list[Node]:
         """Return this node and all nodes below it, parents first."""
         nodes = [self]

@@ -75,9 +75,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class WaitingForRemoteKvs:
-    """Its session's KV is being restored. Outside the queue; holds no sequence id and no cells."""
+    """Its session's KV is being restored, or (with no `session_id`) its prefix is being loaded from disk.
+    Outside the queue; holds no sequence id and no cells."""
 
-    session_id: str
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The KV of its session is restored."""
+    """The KV of its session is restored, or its prefix is loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ class OpenRequests:
     lists.
 
     - `waiting`: wait for capacity. `running`: have a sequence id; in `queue_key` order.
-    - `parked`, by ordinal: wait for a sibling's prompt or a restored session, and delay no other request.
+    - `parked`, by ordinal: wait for a sibling's prompt or for K and V from disk, and delay no other request.
 
     Invariant: an open choice is in exactly one of the three, and in `by_ordinal`.
     """
@@ -304,7 +304,7 @@ class OpenRequests:
 
     @property
     def restoring(self) -> list[Request]:
-        """Requests whose session is being restored."""
+        """Requests whose session is being restored, or whose prefix is being loaded."""
         return [r for r in self.parked.values() if isinstance(r.state, WaitingForRemoteKvs)]
 
     def waiting_by_reason(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ class EngineStatsRecorder:
     """Records the stats of one engine. `num_steps` counts executed steps.
 
     - `clock` returns seconds and only times the phases.
+    - `external_query_tokens`, `external_hit_tokens`: as in `EngineStats`; `DiskCache` counts them.
     - `last_decode`: the previous step, if it computed no prompt tokens.
     """
 
@@ -30,6 +31,8 @@ class EngineStatsRecorder:
     num_preempted: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    external_query_tokens: int = 0
+    external_hit_tokens: int = 0
     num_evicted_cells: int = 0
     step_prefill_tokens: int = 0
     step_decode_tokens: int = 0
@@ -100,6 +103,8 @@ class EngineStatsRecorder:
             "num_violations": self.num_violations,
             "prefix_query_tokens": self.prefix_query_tokens,
             "prefix_hit_tokens": self.prefix_hit_tokens,
+            "external_query_tokens": self.external_query_tokens,
+            "external_hit_tokens": self.external_hit_tokens,
             "step_prefill_tokens": self.step_prefill_tokens,
             "step_decode_tokens": self.step_decode_tokens,
             "step_s": self.step_s,

@@ -19,7 +19,7 @@ from llaisys.server.middleware.hosts import check_exposure
 # Settings that a replica cannot apply: it has no socket, and its files and ports would belong to one replica.
 NOT_OF_REPLICAS = (
     *("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "root_path"),
-    *("chat_store", "response_store", "session_store", "kv_events_config"),
+    *("chat_store", "response_store", "session_store", "prefix_cache_dir", "kv_events_config"),
 )
 
 

@@ -98,6 +98,16 @@ COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
         lambda s: s.engine.prefix_hit_tokens,
     ),
     (
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache's disk tier.",
+        lambda s: s.engine.external_query_tokens,
+    ),
+    (
+        "vllm:external_prefix_cache_hits",
+        "Prompt tokens loaded from the prefix cache's disk tier.",
+        lambda s: s.engine.external_hit_tokens,
+    ),
+    (
         "llaisys:kv_cells_evicted",
         "KV cells evicted from the prefix cache.",
         lambda s: s.engine.num_evicted_cells,

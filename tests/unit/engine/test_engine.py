@@ -317,14 +317,14 @@ def test_stats_count_waiting_requests_and_computed_tokens() -> None:
 def test_a_request_that_waits_for_a_restore_blocks_no_other() -> None:
     made = Engine(max_num_seqs=1)
     chat = made.engine.sessions.create("", "chat")
-    made.engine.begin_restore(chat)
+    made.engine.remote_kvs.begin_restore(chat)
     made.submit("a", session_id="chat")
     made.submit("b")
     made.finish()
     assert set(made.ends) == {"b"}
     assert made.engine.stats().waiting_by_reason["remote_kv"] == 1
     assert made.engine.wait_s() == made.engine.limits.timeout_scan_s
-    made.engine.end_restore(chat)
+    made.engine.remote_kvs.end_restore(chat)
     made.submit("c", session_id="chat")
     made.finish()
     assert made.tokens == dict.fromkeys("abc", core.answer([1, 2, 3], 10))
@@ -335,10 +335,10 @@ def test_a_request_that_waits_for_a_restore_blocks_no_other() -> None:
 def test_a_failed_restore_ends_its_requests(n: int) -> None:
     made = Engine()
     chat = made.engine.sessions.create("", "chat")
-    made.engine.begin_restore(chat)
+    made.engine.remote_kvs.begin_restore(chat)
     made.submit("a", session_id="chat", n=n)
     made.submit("b")
-    made.engine.end_restore(chat, RejectedError("the file is damaged"))
+    made.engine.remote_kvs.end_restore(chat, RejectedError("the file is damaged"))
     made.finish()
     assert len(made.ends) == n + 1
     assert "damaged" in str(made.ends["a"].error)
@@ -348,7 +348,7 @@ def test_a_failed_restore_ends_its_requests(n: int) -> None:
 def test_a_request_that_waits_for_a_restore_can_expire_or_be_canceled() -> None:
     made = Engine()
     chat = made.engine.sessions.create("", "chat")
-    made.engine.begin_restore(chat)
+    made.engine.remote_kvs.begin_restore(chat)
     made.submit("a", session_id="chat", deadline_s=NOW + 5)
     made.submit("b", session_id="chat")
     made.engine.cancel("b")

@@ -16,6 +16,7 @@ from fakes.asks import ask, limits
 from llaisys.config import Config
 from llaisys.engine import start
 from llaisys.engine.client import CALLS_MAX, InprocClient
+from llaisys.engine.disk_cache.disk_cache import DiskCache
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
@@ -34,6 +35,7 @@ from llaisys.errors import (
 from llaisys.model_info import CudaDevice, CudaInfo
 from llaisys.outputs import FinishReason
 from llaisys.stats import EngineStats
+from waiting import block_until
 
 
 class Client:
@@ -375,3 +377,38 @@ def test_start_sizes_the_kv_cache_and_loads_the_model(caplog: pytest.LogCaptureF
     assert any("loaded fake" in line for line in lines)
     assert client.error is None
     client.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Settings of a disk tier with blocks of 8 tokens."""
+    monkeypatch.setattr("llaisys.engine.disk_cache.block_index.BLOCK_TOKENS", 8)
+    return {"prefix_cache_dir": tmp_path / "cache", "kv_cell_bytes": core.CELL_BYTES}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_only_a_healthy_engine_writes_its_prefixes_at_the_end(
+    disk: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool
+) -> None:
+    monkeypatch.setattr(DiskCache, "_can_write", lambda _: False)
+    made = Client(**disk)
+    made.client.submit(ask("a", prompt=[*range(1, 20)], max_tokens=2))
+    made.end_of("a")
+    if dies:
+        made.client.submit(ask("b", prompt=[core.DEADLY]))
+        made.end_of("b")
+    made.client.close()
+    assert len([*tmp_path.glob("cache/*/*.kv")]) == (0 if dies else 2)
+
+
+def test_an_idle_engine_writes_and_loads_without_messages(disk: dict[str, Any], tmp_path: Path) -> None:
+    prompt = [*range(1, 20)]
+    for n_cached in (0, 16):
+        made = Client(**disk)
+        made.client.submit(ask("a", prompt=prompt, max_tokens=2))
+        made.end_of("a")
+        block_until(lambda: len([*tmp_path.glob("cache/*/*.kv")]) == 2)
+        assert made.engine is not None
+        assert made.engine.stats().external_hit_tokens == n_cached
+        assert made.tokens["a"] == core.answer(prompt, 2)
+        made.client.close()

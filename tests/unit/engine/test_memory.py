@@ -11,7 +11,7 @@ import pytest
 from llaisys.config import Config, KvEventsConfig, SpeculativeConfig
 from llaisys.engine import memory
 from llaisys.engine.host import Cpus
-from llaisys.engine.memory import EngineSizing, GpuSettings, size_engine
+from llaisys.engine.memory import EngineSizing, GpuSettings, size_encoder, size_engine
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
@@ -191,6 +191,21 @@ def test_speculation_is_sized_on_the_cpu_and_rejected_on_a_gpu() -> None:
     with pytest.raises(UnsupportedError, match="device cpu") as error:
         size_engine(config, info, 100 * MIB, Cpus(2), gpu=gpu)
     assert error.value.param == "speculative_config"
+
+
+def test_a_disk_tier_needs_the_prefix_cache_and_no_recurrent_layers() -> None:
+    folder = Path("somewhere")
+    assert sized(prefix_cache_dir=folder).limits.prefix_cache_dir == folder
+    with pytest.raises(RejectedError, match="enable_prefix_caching is off") as error:
+        sized(prefix_cache_dir=folder, enable_prefix_caching=False)
+    assert error.value.param == "prefix_cache_dir"
+    recurrent = replace(inspect_model(Path("fake")), state_bytes=4096)
+    with pytest.raises(UnsupportedError, match="needs a recurrent state") as unsupported:
+        size_engine(Config(prefix_cache_dir=folder), recurrent, 100 * MIB, Cpus(2))
+    assert unsupported.value.param == "prefix_cache_dir"
+    encoder = replace(inspect_model(Path("fake")), state_bytes=0)
+    with pytest.raises(UnsupportedError, match="not supported for an encoder"):
+        size_encoder(Config(prefix_cache_dir=folder), encoder, 100 * MIB, Cpus(2))
 
 
 def test_kv_events_need_the_prefix_cache_and_pyzmq(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -475,3 +475,12 @@ def test_common_prefix_of_two_lists() -> None:
         for m in range(20):
             a, b = array("i", [1] * 20), array("i", [1] * m + [2] * (20 - m))
             assert n_common(a[:n], b) == min(n, m)
+
+
+def test_paths_are_pinned_ones_first_then_the_most_recently_used() -> None:
+    cache = PrefixCache(n_streams=2)
+    for salt, tokens, stream in (("a", [1, 2, 3], 1), ("", [1, 2, 3], 0), ("", [1, 2, 9, 9], 0)):
+        cache.unpin(cache.insert(salt, tokens, stream)[0])
+    cache.insert("", [7], 0)
+    found = [(salt, stream, ids.tolist()) for salt, stream, ids in cache.paths()]
+    assert found == [("", 0, [7]), ("", 0, [1, 2, 9, 9]), ("", 0, [1, 2, 3]), ("a", 1, [1, 2, 3])]

@@ -155,9 +155,9 @@ def test_each_restore_continues_its_own_requests() -> None:
     runner = SessionRunner()
     for client_id in "xy":
         session = runner.engine.sessions.create(client_id, "chat")
-        runner.engine.begin_restore(session)
+        runner.engine.remote_kvs.begin_restore(session)
         runner.submit(client_id, session_id="chat", client_id=client_id)
-    runner.engine.end_restore(session)
+    runner.engine.remote_kvs.end_restore(session)
     runner.finish()
     assert set(runner.ends) == {"y"}
 
@@ -168,7 +168,7 @@ def test_an_earlier_completion_does_not_disturb_a_restore() -> None:
     runner.step(3)
     runner.call("delete", "chat")
     session = runner.engine.sessions.create("", "chat")
-    runner.engine.begin_restore(session)
+    runner.engine.remote_kvs.begin_restore(session)
     runner.finish()
     assert runner.call("list") == SessionInfo("chat", 0, 0, 0, is_restoring=True)
 

@@ -294,11 +294,11 @@ def test_requests_without_a_batch_slot_wait_for_the_batch() -> None:
 def test_choices_have_their_own_timelines_and_a_restore_is_recorded() -> None:
     made = Engine(max_step_time_s=1e9)
     chat = made.engine.sessions.create("", "chat")
-    made.engine.begin_restore(chat)
+    made.engine.remote_kvs.begin_restore(chat)
     made.submit("a", n=2, max_tokens=2, session_id="chat")
     made.submit("other")
     run(made, 3)
-    made.engine.end_restore(chat)
+    made.engine.remote_kvs.end_restore(chat)
     run(made, 5, 3)
     assert spans(made, "a")[0] == (0, 3, SpanKind.REMOTE_KV, ())
     assert spans(made, ("a", 1))[0] == (0, 4, SpanKind.QUEUED, ("a",))

@@ -31,6 +31,8 @@ METRICS: list[tuple[str, dict[str, str], float]] = [
     ("vllm:num_preemptions_total", {}, 6),
     ("vllm:prefix_cache_queries_total", {}, 500),
     ("vllm:prefix_cache_hits_total", {}, 400),
+    ("vllm:external_prefix_cache_queries_total", {}, 100),
+    ("vllm:external_prefix_cache_hits_total", {}, 70),
     ("vllm:kv_cache_usage_perc", {}, 0.25),
     ("vllm:prompt_tokens_total", {}, 11),
     ("vllm:generation_tokens_total", {}, 7),

@@ -66,7 +66,9 @@ class SessionFileSpec:
 
     - `fingerprint`: that of the context. `cell_bytes`: bytes of K and V of one token in all layers.
     - `state_bytes`: bytes of a recurrent state; 0 without recurrent layers.
-    - `n_tokens_max`: tokens of a file. `n_piece`: positions of a piece. `n_files_max`: files in one folder.
+    - `n_tokens_max`: tokens of a file. `n_piece`: positions of a piece. `n_files_max`: files in one folder;
+      None is no limit.
+    - `noun`: what a file is, for messages.
     """
 
     fingerprint: str
@@ -74,8 +76,9 @@ class SessionFileSpec:
     cell_bytes: int
     n_tokens_max: int
     n_piece: int
-    n_files_max: int
+    n_files_max: int | None
     state_bytes: int = 0
+    noun: str = "saved session"
 
 
 class _Digest:
@@ -109,12 +112,13 @@ class SessionWriter:
         Raises ExhaustedError if the folder has `n_files_max` files. `open`, `add` and `commit` raise
         StorageError.
         """
-        with _disk_errors(self._path):
+        n_files_max = self._spec.n_files_max
+        with _disk_errors(self._path, self._spec):
             folder = self._path.parent
             # Do not create parents: a session store that has disappeared must not be created again.
             folder.mkdir(mode=0o700, exist_ok=True)
-            n_files = sum(name.endswith(SUFFIX) for name in os.listdir(folder))
-            if n_files >= self._spec.n_files_max and not self._path.exists():
+            n_files = 0 if n_files_max is None else _n_files(folder)
+            if n_files_max is not None and n_files >= n_files_max and not self._path.exists():
                 raise ExhaustedError(
                     f"there are {n_files} saved sessions, which is the limit (max_sessions); remove one"
                 )
@@ -124,17 +128,17 @@ class SessionWriter:
 
     def add_state(self, n_tokens: int, state: NDArray[np.uint8]) -> None:
         """Write the recurrent state after the first `n_tokens` tokens; 0: there is none."""
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._spec):
             self._write(_COUNT.pack(n_tokens), state)
 
     def add(self, n_positions: int, data: NDArray[np.uint8]) -> None:
         """Write K and V of the next positions."""
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._spec):
             self._write(_COUNT.pack(n_positions), data)
 
     def commit(self) -> None:
         """Complete the file, sync it to disk, and replace a file of the same name."""
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._spec):
             self._write(_COUNT.pack(0))
             os.fsync(self._fd)
             os.replace(self._temporary, self._path)
@@ -178,12 +182,12 @@ class SessionReader:
 
     def open(self) -> array[int]:
         """Return the tokens. Raises RejectedError or UnsupportedError (invalid file), or StorageError."""
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._spec):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             try:
                 self._fd = os.open(self._path, flags)
             except FileNotFoundError as error:
-                text = f"there is no saved session {self._path.stem!r}"
+                text = f"there is no {self._spec.noun} {self._path.stem!r}"
                 raise NotFoundError(text, param="file") from error
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
@@ -196,7 +200,7 @@ class SessionReader:
 
         Raises RejectedError for a damaged file, or StorageError.
         """
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._spec):
             count = self._read(_COUNT.size)
             (n_tokens,) = _COUNT.unpack(count)
             if n_tokens > self._n_missing:
@@ -210,7 +214,7 @@ class SessionReader:
 
         None at the end of a valid file. Raises RejectedError for a damaged file, or StorageError.
         """
-        with _disk_errors(self._path):
+        with _disk_errors(self._path, self._spec):
             count = self._read(_COUNT.size)
             (n,) = _COUNT.unpack(count)
             n_max = min(self._n_missing, self._spec.n_piece)
@@ -236,9 +240,9 @@ class SessionReader:
         fixed = self._read(_FIXED.size)
         magic, version, n_header = _FIXED.unpack(fixed)
         if magic != MAGIC:
-            self._reject("is not a saved session")
+            self._reject(f"is not a {spec.noun}")
         if version != VERSION:
-            text = f"the saved session {self._path.stem!r} has format version {version}"
+            text = f"the {spec.noun} {self._path.stem!r} has format version {version}"
             raise UnsupportedError(f"{text}, this build supports version {VERSION}", param="file")
         if n_header > _HEADER_BYTES + _TOKEN_BYTES * spec.n_tokens_max:
             self._reject(f"has a header of {n_header} bytes, too long for {spec.n_tokens_max} tokens")
@@ -286,11 +290,11 @@ class SessionReader:
             self._reject("is damaged: a checksum does not match")
 
     def _reject(self, what: str) -> NoReturn:
-        raise RejectedError(f"the saved session {self._path.stem!r} {what}", param="file")
+        raise RejectedError(f"the {self._spec.noun} {self._path.stem!r} {what}", param="file")
 
 
-def check_store(store: Path) -> None:
-    """Create the folder `store` unless it exists, and test that it is writable. Raises RejectedError."""
+def check_store(store: Path, setting: str = "session_store") -> None:
+    """Create the folder of a setting unless it exists, and test that it is writable. Raises RejectedError."""
     try:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as file:
@@ -298,20 +302,24 @@ def check_store(store: Path) -> None:
             file.flush()
     except OSError as error:
         raise RejectedError(
-            f"session_store: {store} is not a writable folder ({error.strerror}); "
-            "choose another with --session-store",
-            param="session_store",
+            f"{setting}: {store} is not a writable folder ({error.strerror}); "
+            f"choose another with --{setting.replace('_', '-')}",
+            param=setting,
         ) from error
 
 
+def _n_files(folder: Path) -> int:
+    return sum(name.endswith(SUFFIX) for name in os.listdir(folder))
+
+
 @contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path, spec: SessionFileSpec) -> Iterator[None]:
     """Convert an OSError to a StorageError. The path is in the log, but not in the message."""
     try:
         yield
     except LlaisysError:
         raise
     except OSError as error:
-        log.error("the saved session %s: %s", path, error.strerror)
+        log.error("the %s %s: %s", spec.noun, path, error.strerror)
         kind = StorageFullError if error.errno in _FULL else StorageError
-        raise kind(f"the saved session {path.stem!r}: {error.strerror}") from error
+        raise kind(f"the {spec.noun} {path.stem!r}: {error.strerror}") from error

@@ -90,7 +90,7 @@ class SessionRequestHandler:
         # Called on another thread when file I/O is done, so that `continue_transfer` has work.
         self.wake: Callable[[], None] = lambda: None
         self._file_spec = (
-            None if self._store is None or not kv_cache.caches_prefixes else _file_spec(kv_cache, limits)
+            None if self._store is None or not kv_cache.caches_prefixes else file_spec(kv_cache, limits)
         )
 
     @property
@@ -283,7 +283,8 @@ class SessionRequestHandler:
         return loaded
 
 
-def _file_spec(kv_cache: KvCacheManager, limits: Limits) -> SessionFileSpec:
+def file_spec(kv_cache: KvCacheManager, limits: Limits) -> SessionFileSpec:
+    """Return the properties and bounds of files with K and V of this engine."""
     return SessionFileSpec(
         fingerprint=kv_cache.fingerprint(),
         vocab_size=limits.vocab_size,
