@@ -5,7 +5,7 @@ use crate::arch::weight_id::WeightId;
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::forward::decoder::ForwardRows;
-use crate::forward::journal::Replay;
+use crate::forward::replay::Replay;
 use crate::forward::weights::Replacement;
 use crate::kv::{Copies, KvCache};
 use crate::progress::Progress;

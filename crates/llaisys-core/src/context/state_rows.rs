@@ -1,7 +1,7 @@
 //! The rows of each sequence of a forward pass, with its recurrent states.
 
 use crate::batch::Batch;
-use crate::forward::journal::Replay;
+use crate::forward::replay::Replay;
 use crate::kv::KvCache;
 use crate::ops::{RecurrentRows, SequenceRows};
 use crate::seq::SeqId;
