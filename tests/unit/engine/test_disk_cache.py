@@ -358,6 +358,7 @@ def test_the_least_recently_used_blocks_are_deleted(start: Callable[..., DiskRun
     runner.write_all()
     runner = start(prefix_cache_disk_bytes=n_bytes)
     assert cached(runner, prompts[0]) == 23, "the last token is always computed"
+    runner.write_all()
     runner = start(prefix_cache_disk_bytes=n_bytes)  # the order of use is that of the files' times
     assert cached(runner, prompts[2]) == 0
     runner.write_all()
@@ -372,6 +373,20 @@ def test_the_least_recently_used_blocks_are_deleted(start: Callable[..., DiskRun
     with pytest.raises(RejectedError, match=f"one block of 8 tokens takes up to {smallest} bytes") as caught:
         start(prefix_cache_disk_bytes=smallest - 1)
     assert caught.value.param == "prefix_cache_disk_bytes"
+
+
+def test_the_last_blocks_of_a_path_are_deleted_first(
+    start: Callable[..., DiskRunner], tmp_path: Path
+) -> None:
+    n_bytes = written(start).disk._block_bytes + 11 * blocks(tmp_path)[0].stat().st_size // 2
+    shutil.rmtree(tmp_path / "cache")
+    runner = start(prefix_cache_disk_bytes=n_bytes)  # six blocks
+    prompts = [[30 * i + j for j in range(24)] for i in range(1, 3)]
+    for prompt in (*prompts, prompts[0], [5] * 9):
+        cached(runner, prompt)
+        runner.write_all()
+    is_there = [[key in runner.disk._index for key in runner.disk._keys("", prompt)] for prompt in prompts]
+    assert is_there == [[True, True, True], [True, True, False]]
 
 
 def test_a_path_larger_than_the_folder_keeps_its_first_blocks(

@@ -272,8 +272,6 @@ class DiskCache:
         self._stats.external_hit_tokens += max(0, at - n_cached)
         if at > begin:
             self._cost.observe(self._clock() - begin_s, at - begin)
-            self._index.touch(keys)
-            yield self._submit(self._store.touch, keys)
 
     def _import(self, path: _Path, at: int, end: int, data: NDArray[uint8]) -> bool:
         """Cache the positions `at <= p < end` of a path. Return False if there are too few cells."""
@@ -306,7 +304,7 @@ class DiskCache:
             self._write = None
 
     def _write_path(self, path: _Path) -> _Steps:
-        """Write the blocks of a path that are not on disk, from the first on."""
+        """Write the blocks of a path that are not on disk, from the first on; all count as used now."""
         keys = self._keys(path.salt, path.ids)
         # A path that is larger than the folder may be would only replace its own blocks.
         keys = keys[: self._index.n_bytes_max // self._block_bytes]
