@@ -42,14 +42,14 @@ impl Decoder {
 /// The part of a recurrent layer between its projections.
 #[derive(Clone, Copy)]
 pub(super) struct Recurrent<'a> {
-    pub config: &'a DeltaNet,
-    pub weights: &'a DeltaNetWeights,
-    pub rows: RecurrentRows<'a>,
+    pub(super) config: &'a DeltaNet,
+    pub(super) weights: &'a DeltaNetWeights,
+    pub(super) rows: RecurrentRows<'a>,
 }
 
 impl DeltaRows<'_> {
     /// What a layer computes its states from. The steps of the layer overwrite it.
-    pub fn inputs(&mut self) -> [&mut [f32]; 5] {
+    pub(super) fn inputs(&mut self) -> [&mut [f32]; 5] {
         let Self { q_in, k_in, v_in, b, a, .. } = self;
         [&mut **q_in, &mut **k_in, &mut **v_in, &mut **b, &mut **a]
     }
@@ -57,7 +57,7 @@ impl DeltaRows<'_> {
 
 impl Recurrent<'_> {
     /// Computes the outputs and the new states from the projected inputs in `w`.
-    pub fn run(self, cx: &OpContext, states: &mut [f32], w: &mut DeltaRows<'_>) {
+    pub(super) fn run(self, cx: &OpContext, states: &mut [f32], w: &mut DeltaRows<'_>) {
         let Self { config, weights, rows } = self;
         self.convolve(cx, states, w);
         let eps = L2_EPS / config.heads.d_key as f32;

@@ -175,7 +175,8 @@ impl Packer<'_> {
 
     fn short_conv(&self, index: usize, config: &ShortConv) -> Result<ShortConvWeights> {
         let at = |part| WeightId::Layer(index, LayerWeight::ShortConv(part));
-        let [taps] = self.taps(at(ShortConvWeight::Conv), config.n_taps, [0..config.channels])?;
+        let channels = 0..config.channels;
+        let [taps] = self.taps(at(ShortConvWeight::Conv), config.n_taps, [channels])?;
         Ok(ShortConvWeights {
             input_gate: self.matrix(at(ShortConvWeight::InputGate))?,
             output_gate: self.matrix(at(ShortConvWeight::OutputGate))?,

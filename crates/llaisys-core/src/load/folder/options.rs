@@ -96,7 +96,7 @@ fn adjusted_d_ff(fields: &Fields<'_>, stated: usize) -> Result<usize> {
     const FACTOR: &str = "block_ffn_dim_multiplier";
     const MULTIPLE: &str = "block_multiple_of";
     bounded(STATED_D_FF, stated as f64, 1.0, f64::from(u32::MAX))?;
-    let d_ff = (2 * stated as u64 / 3) as usize;
+    let d_ff = ((stated as u64).saturating_mul(2) / 3) as usize;
     let factor = match fields.number(FACTOR)? {
         Some(factor) => factor,
         None if fields.map.contains_key(FACTOR) => return Ok(d_ff),
