@@ -67,7 +67,7 @@ def encode_e4m3(values: NDArray[np.float64]) -> NDArray[np.uint8]:
     low = np.searchsorted(middles, magnitudes, side="left")
     high = np.searchsorted(middles, magnitudes, side="right")
     byte = np.where(low % 2 == 0, low, high).astype(np.uint8)
-    return byte | (np.signbit(values).astype(np.uint8) << 7)
+    return np.where(np.signbit(values), byte | 0x80, byte).astype(np.uint8)
 
 
 def _round(scales: NDArray[np.float64], dtype: str) -> tuple[Matrix, Stored]:
@@ -87,7 +87,7 @@ def _words(integers: NDArray[np.int64], bits: int) -> NDArray[np.uint32]:
     per_word = 32 // bits
     padded = np.pad(integers, [(0, 0), (0, -integers.shape[1] % per_word)])
     parts = padded.reshape(len(integers), -1, per_word) << bits * np.arange(per_word)
-    return parts.sum(-1).astype(np.uint32)
+    return np.asarray(parts.sum(-1), np.uint32)
 
 
 def quantize(w: Matrix, scheme: Scheme) -> tuple[Matrix, dict[str, Stored]]:
@@ -106,10 +106,10 @@ def quantize(w: Matrix, scheme: Scheme) -> tuple[Matrix, dict[str, Stored]]:
     low = np.minimum(reduced(np.minimum, w), 0)
     high = np.maximum(reduced(np.maximum, w), 0)
     if scheme.symmetric:
-        scales = np.maximum(high, -low) / (448 if is_float else half - 1)
+        steps = np.maximum(high, -low) / (448 if is_float else half - 1)
     else:
-        scales = (high - low) / (2 * half - 1)
-    scales, stored_scales = _round(scales, scheme.scales)
+        steps = (high - low) / (2 * half - 1)
+    scales, stored_scales = _round(steps, scheme.scales)
     if scheme.strategy == "tensor":
         stored_scales = (stored_scales[0], stored_scales[1].reshape(1))
     name = "weight_scale_inv" if scheme.format == "fp8" else "weight_scale"
@@ -119,7 +119,7 @@ def quantize(w: Matrix, scheme: Scheme) -> tuple[Matrix, dict[str, Stored]]:
         stored["weight"] = ("F8_E4M3", encode_e4m3(w / spread.astype(np.float64)))
         byte = stored["weight"][1]
         numbers = np.where(byte >> 7, -E4M3[byte & 127], E4M3[byte & 127]).astype(np.float32)
-        return spread * numbers, stored
+        return np.asarray(spread * numbers, np.float32), stored
     zeros = (
         np.zeros(scales.shape, np.int64)
         if scheme.symmetric
@@ -133,7 +133,7 @@ def quantize(w: Matrix, scheme: Scheme) -> tuple[Matrix, dict[str, Stored]]:
         stored["weight_shape"] = ("I64", np.array(w.shape, np.int64))
         if not scheme.symmetric:
             stored["weight_zero_point"] = ("I32", _words(zeros.T + half, scheme.bits).T)
-    return spread * (integers - zeros[places]).astype(np.float32), stored
+    return np.asarray(spread * (integers - zeros[places]), np.float32), stored
 
 
 def write_safetensors(path: Path, tensors: dict[str, Stored]) -> None:

@@ -155,7 +155,6 @@ impl Checkpoint {
     ) -> Result<Self> {
         read_rope_factors(&mut config, &files)?;
         let (by_id, by_name) = find_weights(&config, &files, quantization)?;
-        reject_extra(&config, &files, &by_id)?;
         let mut sizes = Vec::new();
         for id in config.weight_ids() {
             let n_elements = config.shape(id).iter().product();
@@ -171,6 +170,8 @@ impl Checkpoint {
                 }
             });
         }
+        // Last, because the scales of a matrix in a type without a reader are extra too: the type is the better reason.
+        reject_extra(&config, &files, &by_id)?;
         let rope_rows = match source.file_format {
             FileFormat::Safetensors => config.arch.folder_rope_rows,
             FileFormat::Gguf => config.arch.gguf_rope_rows,

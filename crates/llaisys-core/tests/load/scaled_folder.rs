@@ -276,7 +276,7 @@ fn only_floats_are_quantized_again() {
     fp8().open().unwrap().check_quantizable(ComputeMode::Int4).unwrap();
 }
 
-/// Stacked experts and vectors in FP8 have no reader.
+/// Vectors in FP8, and matrices of a folder that does not state how it is quantized, have no reader.
 #[test]
 fn other_tensors_in_fp8_are_rejected_by_name() {
     for name in ["model.norm.weight", "lm_head.weight"] {

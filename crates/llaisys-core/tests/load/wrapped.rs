@@ -112,8 +112,8 @@ fn outer_keys_apply_to_the_text_model() {
     }
     let error = unsupported(tied(json!(true), json!(false)).open());
     assert_names(&error, &["tie_word_embeddings", "true in text_config, false outside", "the same in both"]);
-    let quantized = mistral3().with("quantization_config", json!({"quant_method": "fp8"}));
-    assert_names(&unsupported(quantized.open()), &["quantized by", "fp8"]);
+    let quantized = mistral3().with("quantization_config", json!({"quant_method": "hqq"}));
+    assert_names(&unsupported(quantized.open()), &["quantized by", "hqq"]);
     let error = unsupported(mistral3().with("torch_dtype", "float8_e4m3fn").open());
     assert_names(&error, &["float8_e4m3fn"]);
 }
