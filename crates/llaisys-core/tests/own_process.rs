@@ -118,7 +118,8 @@ fn large_buffer_is_not_resident_until_written() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let before = resident();
     let mut buf = AlignedBuf::zeroed("test", 512 << 20).expect("address space");
-    assert!(resident() - before < 64 << 20);
+    // The system may have reclaimed other pages meanwhile.
+    assert!(resident().saturating_sub(before) < 64 << 20);
     buf.as_mut_slice::<u8>()[..128 << 20].fill(1);
-    assert!(resident() - before > 100 << 20);
+    assert!(resident().saturating_sub(before) > 100 << 20);
 }
