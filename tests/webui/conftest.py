@@ -68,6 +68,24 @@ def chat(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
     tiny.until("vllm:num_requests_running", 0)
 
 
+@pytest.fixture(scope="session")
+def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve SmolLM2, for tests that act while it generates: pages cannot keep up with the tiny model."""
+    flags = ("--num-kv-cells", "16384", "--max-num-seqs", "4")
+    with serving(tmp_path_factory.mktemp("steady"), "smollm2", *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def steady_chat(steady: Server, context: BrowserContext) -> Iterator[Chat]:
+    """Open the web UI on SmolLM2, whose completions go on until they are stopped."""
+    made = Chat.open(context, steady.url)
+    made.with_fields(ignore_eos=True)
+    yield made
+    made.page.close()
+    steady.until("vllm:num_requests_running", 0)
+
+
 @pytest.fixture
 def fed(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
     """Open the web UI with streams that the test produces."""

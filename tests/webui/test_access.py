@@ -153,13 +153,12 @@ def test_everything_is_reachable_by_keyboard(chat: Chat) -> None:
     expect(chat.message).to_be_focused()
 
 
-def test_escape_stops_the_completion(chat: Chat, tiny: Server) -> None:
-    chat.with_fields(ignore_eos=True)
-    chat.send("Hello")
-    expect(chat.text).not_to_be_empty()
-    chat.page.keyboard.press("Escape")
-    expect(chat.completion).to_contain_text("stopped by you")
-    tiny.until("vllm:num_requests_running", 0)
+def test_escape_stops_the_completion(steady_chat: Chat, steady: Server) -> None:
+    steady_chat.send("Hello")
+    expect(steady_chat.text).not_to_be_empty()
+    steady_chat.page.keyboard.press("Escape")
+    expect(steady_chat.completion).to_contain_text("stopped by you")
+    steady.until("vllm:num_requests_running", 0)
 
 
 def test_the_help_sheet_names_the_shortcuts(chat: Chat) -> None:

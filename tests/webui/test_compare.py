@@ -114,15 +114,14 @@ def test_a_comparison_begins_a_chat_and_survives_closing(chat: Chat) -> None:
     expect(chat.sessions).to_have_text(["Why tides?"])
 
 
-def test_stop_ends_every_request_of_a_comparison(chat: Chat, tiny: Server) -> None:
-    chat.with_fields(ignore_eos=True)
-    chat.page.keyboard.press("Control+Shift+M")
-    ask(chat, "Hello")
-    tiny.until("vllm:num_requests_running", 2)
-    chat.page.get_by_role("dialog").get_by_role("button", name="Stop").click()
-    tiny.until("vllm:num_requests_running", 0)
-    expect(columns(chat).nth(0)).to_contain_text("stopped by you")
-    expect(columns(chat).nth(1)).to_contain_text("stopped by you")
+def test_stop_ends_every_request_of_a_comparison(steady_chat: Chat, steady: Server) -> None:
+    steady_chat.page.keyboard.press("Control+Shift+M")
+    ask(steady_chat, "Hello")
+    steady.until("vllm:num_requests_running", 2)
+    steady_chat.page.get_by_role("dialog").get_by_role("button", name="Stop").click()
+    steady.until("vllm:num_requests_running", 0)
+    expect(columns(steady_chat).nth(0)).to_contain_text("stopped by you")
+    expect(columns(steady_chat).nth(1)).to_contain_text("stopped by you")
 
 
 def test_a_comparison_waits_for_the_answer_of_its_chat(fed: Chat) -> None:

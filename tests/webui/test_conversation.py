@@ -63,24 +63,23 @@ def test_a_completion_streams_from_smollm2(smollm2: Server, context: BrowserCont
     assert chat.complaints == []
 
 
-def test_stop_ends_the_request_and_keeps_the_text(chat: Chat, tiny: Server) -> None:
-    aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
-    chat.with_fields(ignore_eos=True)
-    chat.send("Hello")
-    expect(chat.text).not_to_be_empty()
-    tiny.until("vllm:num_requests_running", 1)
-    chat.button("Stop").click()
-    tiny.until("vllm:num_requests_running", 0)
-    tiny.until("vllm:request_success_total", aborted + 1, finished_reason="abort")
-    expect(chat.completion).to_contain_text("stopped by you")
-    expect(chat.completion.locator(".usage")).to_contain_text("prompt tokens")
-    _, kept = stored(chat)
-    assert chat.complaints == []
-    chat.reload()
-    expect(chat.text).not_to_be_empty()
-    expect(chat.completion).to_contain_text("stopped by you")
+def test_stop_ends_the_request_and_keeps_the_text(steady_chat: Chat, steady: Server) -> None:
+    aborted = steady.metric("vllm:request_success_total", finished_reason="abort")
+    steady_chat.send("Hello")
+    expect(steady_chat.text).not_to_be_empty()
+    steady.until("vllm:num_requests_running", 1)
+    steady_chat.button("Stop").click()
+    steady.until("vllm:num_requests_running", 0)
+    steady.until("vllm:request_success_total", aborted + 1, finished_reason="abort")
+    expect(steady_chat.completion).to_contain_text("stopped by you")
+    expect(steady_chat.completion.locator(".usage")).to_contain_text("prompt tokens")
+    _, kept = stored(steady_chat)
+    assert steady_chat.complaints == []
+    steady_chat.reload()
+    expect(steady_chat.text).not_to_be_empty()
+    expect(steady_chat.completion).to_contain_text("stopped by you")
     assert kept
-    assert stored(chat) == ["Hello", kept]
+    assert stored(steady_chat) == ["Hello", kept]
 
 
 def test_two_chats_stream_at_once_without_mixing(chat: Chat, tiny: Server) -> None:
@@ -247,23 +246,24 @@ def test_reasoning_that_was_stopped_can_be_continued(fed: Chat) -> None:
     expect(fed.completion.get_by_role("button", name="Continue")).to_be_enabled()
 
 
-def test_a_reload_keeps_the_partial_completion_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
-    chat.with_fields(ignore_eos=True)
-    chat.send("Hello")
-    expect(chat.text).to_have_text(re.compile(".{200}", re.DOTALL))
-    chat.reload()
-    tiny.until("vllm:num_requests_running", 0)
-    expect(chat.completion).to_contain_text("interrupted")
-    _, kept = stored(chat)
+def test_a_reload_keeps_the_partial_completion_and_offers_to_continue(
+    steady_chat: Chat, steady: Server
+) -> None:
+    steady_chat.send("Hello")
+    expect(steady_chat.text).to_have_text(re.compile(".{200}", re.DOTALL))
+    steady_chat.reload()
+    steady.until("vllm:num_requests_running", 0)
+    expect(steady_chat.completion).to_contain_text("interrupted")
+    _, kept = stored(steady_chat)
     assert kept
-    chat.page.unroute(COMPLETIONS)
-    chat.with_fields(ignore_eos=True, max_tokens=5)
-    with chat.page.expect_request(COMPLETIONS) as request:
-        chat.completion.get_by_role("button", name="Continue").click()
+    steady_chat.page.unroute(COMPLETIONS)
+    steady_chat.with_fields(ignore_eos=True, max_tokens=5)
+    with steady_chat.page.expect_request(COMPLETIONS) as request:
+        steady_chat.completion.get_by_role("button", name="Continue").click()
     assert request.value.post_data_json["messages"][-1] == {"role": "assistant", "content": kept}
-    chat.done()
-    assert stored(chat)[-1].startswith(kept)
-    expect(chat.completion).to_contain_text("cut: length limit")
+    steady_chat.done()
+    assert stored(steady_chat)[-1].startswith(kept)
+    expect(steady_chat.completion).to_contain_text("cut: length limit")
 
 
 def test_a_completion_is_edited(chat: Chat) -> None:

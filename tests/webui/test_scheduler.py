@@ -14,7 +14,7 @@ from serving import Server
 ENDLESS = {
     "prompt": "x",
     "stream": True,
-    "max_tokens": 100_000,
+    "max_tokens": 8000,
     "ignore_eos": True,
     "request_id": "elsewhere",
 }
@@ -32,19 +32,18 @@ def point_at_end(chat: Chat, target: Locator, shown: Locator, text: str) -> None
     chat.wait_for(is_shown)
 
 
-def test_each_request_has_a_lane(chat: Chat, tiny: Server) -> None:
+def test_each_request_has_a_lane(steady_chat: Chat, steady: Server) -> None:
     """The lane of the shown chat is highlighted; one of another chat leads there."""
-    panel = chat.page.get_by_role("complementary", name="Server status")
+    panel = steady_chat.page.get_by_role("complementary", name="Server status")
     lanes = panel.get_by_role("region", name="Scheduler").get_by_role("listitem")
-    title = chat.page.get_by_role("heading", level=1)
-    chat.with_fields(ignore_eos=True)
+    title = steady_chat.page.get_by_role("heading", level=1)
     with ExitStack() as running:
-        running.enter_context(tiny.http.stream("POST", "/v1/completions", json=ENDLESS))
+        running.enter_context(steady.http.stream("POST", "/v1/completions", json=ENDLESS))
         for message in ("first lane", "second lane"):
-            chat.page.keyboard.press("Control+Shift+O")
-            chat.send(message)
-            expect(chat.text).to_be_visible()
-        chat.button("Server status").click()
+            steady_chat.page.keyboard.press("Control+Shift+O")
+            steady_chat.send(message)
+            expect(steady_chat.text).to_be_visible()
+        steady_chat.button("Server status").click()
         own = lanes.filter(has_text="second lane")
         other = lanes.filter(has_text="first lane")
         for lane in (own, other, lanes.filter(has_text="cmpl-elsewhere")):
@@ -52,17 +51,17 @@ def test_each_request_has_a_lane(chat: Chat, tiny: Server) -> None:
         expect(own).to_have_class(re.compile(r"\bown\b"))
         expect(other).not_to_have_class(re.compile(r"\bown\b"))
         expect(own.locator(".lane")).to_have_css("background-image", re.compile("gradient"))
-        point_at_end(chat, own.locator(".lane"), own, r"Generating.*: [\d.]+ s")
-        assert violations(chat.page) == []
+        point_at_end(steady_chat, own.locator(".lane"), own, r"Generating.*: [\d.]+ s")
+        assert violations(steady_chat.page) == []
         other.get_by_role("button").click()
         expect(title).to_have_text("first lane")
         expect(other).to_have_class(re.compile(r"\bown\b"))
         for _ in range(2):
-            chat.page.keyboard.press("Escape")
-            chat.done()
-            chat.sessions.filter(has_text="second lane").click()
+            steady_chat.page.keyboard.press("Escape")
+            steady_chat.done()
+            steady_chat.sessions.filter(has_text="second lane").click()
             expect(title).to_have_text("second lane")
-    assert chat.complaints == []
+    assert steady_chat.complaints == []
 
 
 def test_the_panel_shows_cached_cells_and_charts_with_scales(chat: Chat) -> None:

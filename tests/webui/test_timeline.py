@@ -40,10 +40,9 @@ def test_a_bar_says_what_a_completion_waited_for(chat: Chat, tiny: Server) -> No
     assert chat.complaints == []
 
 
-def test_a_stopped_completion_has_a_bar_too(chat: Chat) -> None:
-    chat.with_fields(ignore_eos=True)
-    chat.send("one")
-    expect(chat.text).to_be_visible()
-    chat.page.keyboard.press("Escape")
-    chat.done()
-    expect(legend(chat).filter(has_text="Generating").first).to_be_visible()
+def test_a_stopped_completion_has_a_bar_too(steady_chat: Chat) -> None:
+    steady_chat.send("one")
+    expect(steady_chat.text).to_be_visible()
+    steady_chat.page.keyboard.press("Escape")
+    steady_chat.done()
+    expect(legend(steady_chat).filter(has_text="Generating").first).to_be_visible()
