@@ -10,6 +10,21 @@ export function nextTask(): Promise<void> {
   });
 }
 
+/** Calls `read` now, and `ms` after each of its ends, until it resolves to false or the returned function is called. */
+export function poll(ms: number, read: () => Promise<boolean>): () => void {
+  let timer: ReturnType<typeof setTimeout>;
+  let ended = false;
+  const next = async () => {
+    ended = !(await read()) || ended;
+    if (!ended) timer = setTimeout(() => void next(), ms);
+  };
+  void next();
+  return () => {
+    ended = true;
+    clearTimeout(timer);
+  };
+}
+
 /** Resolves after some time; rejects with the signal's reason when it aborts. */
 export function pause(ms: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve, reject) => {

@@ -2,6 +2,7 @@
 
 import { ApiError, listRequests } from "../lib/api";
 import { WINDOW_MS, type RequestTimeline } from "../lib/lanes";
+import { poll } from "../lib/task";
 import { server } from "./server.svelte";
 
 const POLL_MS = 1000;
@@ -15,24 +16,17 @@ class Lanes {
 
   /** Reads until the returned function is called. A server that does not list its requests is not asked again. */
   watch(): () => void {
-    let timer: ReturnType<typeof setTimeout>;
-    let ended = false;
-    const read = async () => {
+    return poll(POLL_MS, async () => {
       try {
         const { nowMs, requests } = await listRequests(WINDOW_MS / 1000, LANES_MAX, server.key);
         this.nowMs = nowMs;
         this.requests = requests.reverse();
+        return true;
       } catch (error) {
         if (!(error instanceof ApiError)) throw error;
-        ended ||= error.status === 404;
+        return error.status !== 404;
       }
-      if (!ended) timer = setTimeout(() => void read(), POLL_MS);
-    };
-    void read();
-    return () => {
-      ended = true;
-      clearTimeout(timer);
-    };
+    });
   }
 }
 

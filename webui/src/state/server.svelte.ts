@@ -4,6 +4,7 @@
 import type { Db } from "../lib/db";
 import { ApiError, fetchMetrics, listModels, type Model } from "../lib/api";
 import { ratesOf, sampleOf, type Rates, type Sample } from "../lib/metrics";
+import { poll } from "../lib/task";
 
 const RETRY_MS = 2000;
 const POLL_MS = 1000;
@@ -113,9 +114,7 @@ export class Server {
 
   /** Reads the figures once a second until the returned function is called. */
   watch(): () => void {
-    let timer: ReturnType<typeof setTimeout>;
-    let ended = false;
-    const read = async () => {
+    return poll(POLL_MS, async () => {
       try {
         const sample = sampleOf(await fetchMetrics(this.key), Date.now());
         const before = this.points.at(-1)?.sample;
@@ -125,13 +124,8 @@ export class Server {
         if (!(error instanceof ApiError)) throw error;
         this.noticed(error);
       }
-      if (!ended) timer = setTimeout(() => void read(), POLL_MS);
-    };
-    void read();
-    return () => {
-      ended = true;
-      clearTimeout(timer);
-    };
+      return true;
+    });
   }
 }
 
