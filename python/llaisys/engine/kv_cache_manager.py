@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from llaisys.engine.kv_cache_planner import (
     reclaimable_end,
 )
 from llaisys.engine.limits import Limits
-from llaisys.engine.prefix_cache import AddNode, CacheEdit, KeepState, Pin, PrefixCache
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, KeepState, Match, Pin, PrefixCache
 from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
 from llaisys.engine.state_stops import keeps_state
 from llaisys.engine.worker import Worker
@@ -209,7 +210,15 @@ class KvCacheManager:
         self._worker.close_sequence(request.seq_id)
         request.num_computed = request.num_shared = request.num_reclaimed = 0
 
-    # --- for sessions ---
+    # --- for sessions and the disk tier ---
+
+    def match_to_load(self, salt: str, ids: Sequence[int], n_available: Callable[[int], int]) -> Match:
+        """Return the longest cached part of a path, in the KV stream in which the rest is to be loaded.
+
+        If no part is cached, this is the stream with the most available cells.
+        """
+        match = self.prefix_cache.match(salt, ids, len(ids))
+        return match if match.n_same else replace(match, stream=max(range(self.n_streams), key=n_available))
 
     def fingerprint(self) -> str:
         """Return a digest of everything that K and V depend on except tokens and positions."""

@@ -11,6 +11,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llaisys.config import load_config
@@ -70,11 +71,11 @@ class Gateway:
 
     async def _relay_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await _body(receive)
+            body = await Request(scope, receive).body()
         except ApiError as e:
             await send_error(send, scope, e)
             return
-        if body is None:
+        except ClientDisconnect:
             return
         exchange = HttpExchange.of(scope, body, affinity_of(scope["path"], await _json(body)))
         response = self._replicas.handle.remote(exchange)
@@ -142,18 +143,6 @@ def last_frames(path: str, error: ApiError, n_events: int) -> bytes:
         event = {"type": "error", "code": error.code, "message": error.message, "param": None}
         return named_frame({**event, "sequence_number": n_events})
     return DATA_EVENTS.frame(error.body()) + DATA_EVENTS.terminator
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """Return the whole body, or None if the client has disconnected. Raises ApiError above a limit."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 async def _json(body: bytes) -> Any:

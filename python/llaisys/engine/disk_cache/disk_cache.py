@@ -239,11 +239,9 @@ class DiskCache:
         """Cache the blocks `keys` of the path `ids`, up to the first miss or lack of cells."""
         begin_s = self._clock()
         # Again, because another request may have computed or loaded some of them since the lookup.
-        match = self._kv_cache.prefix_cache.match(salt, ids, len(ids))
-        n_cached = match.n_tokens
-        streams = range(self._kv_cache.n_streams)
-        stream = match.stream if n_cached else max(streams, key=self._callbacks.n_available_cells)
-        path, first = _Path(salt, stream, ids), n_cached // self._n_block
+        match = self._kv_cache.match_to_load(salt, ids, self._callbacks.n_available_cells)
+        path, n_cached = _Path(salt, match.stream, ids), match.n_tokens
+        first = n_cached // self._n_block
         begin = at = first * self._n_block
 
         def read(i: int) -> Future[Any]:

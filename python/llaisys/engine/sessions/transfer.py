@@ -236,7 +236,9 @@ class SessionRequestHandler:
         first_loaded, at = None, 0
         try:
             session.token_ids = yield reader.open
-            session.stream = self._stream_for(session)
+            session.stream = self._kv_cache.match_to_load(
+                session.salt, session.token_ids, self._callbacks.n_available_cells
+            ).stream
             n_before, state = (yield reader.read_state) if spec.state_bytes else (0, np.empty(0, np.uint8))
             while (piece := (yield reader.next)) is not None:
                 n_positions, data = piece
@@ -255,20 +257,6 @@ class SessionRequestHandler:
         finally:
             reader.close()
         self._callbacks.end_restore(session, None)
-
-    def _stream_for(self, session: Session) -> int:
-        """Return the stream with the longest cached part of the session.
-
-        If no part is cached, return the stream with the most available cells.
-        """
-        ids = session.token_ids
-        match = self._kv_cache.prefix_cache.match(session.salt, ids, len(ids))
-        streams = range(self._kv_cache.n_streams)
-        return (
-            match.stream
-            if match.n_same
-            else max(streams, key=lambda s: (self._callbacks.n_available_cells(s), -s))
-        )
 
     def _load(self, session: Session, at: int, n_positions: int, data: NDArray[np.uint8]) -> bool:
         """Cache and pin the next positions. Return False if they do not fit."""
