@@ -45,6 +45,16 @@ def has_versions(chat: Chat, versions: Locator) -> bool:
     return False
 
 
+def answered(context: BrowserContext, server: Server, message: str) -> Chat:
+    """Open the web UI with one chat, whose answer is "yes" and which the store has."""
+    chat = Chat.open(context, server.url)
+    chat.complete_with("yes")
+    chat.send(message)
+    chat.done()
+    stored(server, 1)
+    return chat
+
+
 def test_a_second_browser_shows_the_chats(keeping: Server, context: BrowserContext, browser: Browser) -> None:
     first = Chat.open(context, keeping.url)
     first.with_fields(max_tokens=5, ignore_eos=True)
@@ -116,11 +126,7 @@ def test_a_second_browser_shows_why_there_is_no_completion(
 def test_concurrent_messages_of_two_browsers_are_merged(
     keeping: Server, context: BrowserContext, browser: Browser
 ) -> None:
-    first = Chat.open(context, keeping.url)
-    first.complete_with("yes")
-    first.send("begin")
-    first.done()
-    stored(keeping, 1)
+    first = answered(context, keeping, "begin")
     other = browser.new_context()
     second = Chat.open(other, keeping.url)
     expect(second.sessions).to_have_text(["begin"])
@@ -148,11 +154,7 @@ def test_concurrent_messages_of_two_browsers_are_merged(
 
 def test_a_draft_outlives_its_chat(keeping: Server, context: BrowserContext, browser: Browser) -> None:
     """What is being written in a chat that another browser deletes moves to a new chat."""
-    first = Chat.open(context, keeping.url)
-    first.complete_with("yes")
-    first.send("soon deleted")
-    first.done()
-    stored(keeping, 1)
+    first = answered(context, keeping, "soon deleted")
     other = browser.new_context()
     second = Chat.open(other, keeping.url)
     second.menu("soon deleted", "Delete")
@@ -172,11 +174,7 @@ def test_a_draft_outlives_its_chat(keeping: Server, context: BrowserContext, bro
 def test_a_link_opens_a_chat_that_only_the_server_has(
     keeping: Server, context: BrowserContext, browser: Browser
 ) -> None:
-    first = Chat.open(context, keeping.url)
-    first.complete_with("yes")
-    first.send("linked")
-    first.done()
-    stored(keeping, 1)
+    first = answered(context, keeping, "linked")
     other = browser.new_context()
     second = Chat.open(other, first.page.url)
     expect(second.user_texts).to_have_text(["linked"])

@@ -16,7 +16,7 @@ CODE_BLOCK = f"tides.py\n```py\n{CODE}```"
 
 
 def pdf(*pages: str, encrypt: bool = False) -> bytes:
-    """Return a PDF with one line of text on each page. `encrypt`: it asks for a password that nobody has."""
+    """Return a PDF with one line of text on each page. `encrypt`: it asks for a password."""
     objects: list[bytes] = [b"<< /Type /Catalog /Pages 2 0 R >>"]
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
     objects.append(f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode())

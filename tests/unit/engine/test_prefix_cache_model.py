@@ -145,6 +145,14 @@ class PrefixMachine(RuleBasedStateMachine):
         free = [c for c in self.cached if c[1] == stream and c not in continued and c not in self.pinned()]
         return min(free, key=lambda cell: self.cached[cell], default=None)
 
+    def cached_part(self, salt: str, stream: int, tokens: list[int], limit: int) -> tuple[list[Cell], int]:
+        """Return the cells of a path, and how many of the first `limit` are cached without a gap."""
+        cells = [(salt, stream, tuple(tokens[: p + 1])) for p in range(len(tokens))]
+        n = 0
+        while n < min(limit, len(tokens)) and cells[n] in self.cached:
+            n += 1
+        return cells, n
+
     # --- rules ---
 
     @rule(
@@ -155,10 +163,7 @@ class PrefixMachine(RuleBasedStateMachine):
     )
     def admit(self, salt: str, stream: int, tokens: list[int], limit: int) -> None:
         match = self.cache.match(salt, tokens, limit, stream)
-        cells = [(salt, stream, tuple(tokens[: p + 1])) for p in range(len(tokens))]
-        n_found = 0
-        while n_found < min(limit, len(tokens)) and cells[n_found] in self.cached:
-            n_found += 1
+        cells, n_found = self.cached_part(salt, stream, tokens, limit)
         assert match.n_tokens == n_found
         assert self.core.attached(match) == cells[:n_found]
         assert match.n_evictable == len(set(cells[:n_found]) - self.pinned())
@@ -310,10 +315,7 @@ class RecurrentMachine(PrefixMachine):
     )
     def admit(self, salt: str, stream: int, tokens: list[int], limit: int) -> None:
         match = self.cache.match(salt, tokens, limit, stream)
-        cells = [(salt, stream, tuple(tokens[: p + 1])) for p in range(len(tokens))]
-        n_same = 0
-        while n_same < min(limit, len(tokens)) and cells[n_same] in self.cached:
-            n_same += 1
+        cells, n_same = self.cached_part(salt, stream, tokens, limit)
         n_found = max((n for n in range(1, n_same + 1) if cells[n - 1] in self.kept), default=0)
         assert (match.n_tokens, match.n_same) == (n_found, n_same)
         assert self.core.attached(match) == cells[:n_found]

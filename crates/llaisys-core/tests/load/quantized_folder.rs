@@ -1,7 +1,7 @@
 //! GPTQ and AWQ folders: integers, zero points and scales are read correctly, and inconsistent folders are rejected.
 
-use crate::model_files::folder::{Folder, Tensor};
-use crate::model_files::{TempFolder, assert_names, bytes_of, format_error, unsupported};
+use crate::model_files::folder::{DOWN as MODULE, Folder, Tensor};
+use crate::model_files::{TempFolder, assert_names, bytes_of, damaged, format_error, unsupported};
 use crate::stored::Rng;
 use half::f16;
 use llaisys_core::arch::spec::{LayerWeight, WeightId};
@@ -19,7 +19,6 @@ use serde_json::{Value, json};
 /// Outputs and inputs of the quantized matrix.
 const N: usize = 16;
 const K: usize = 128;
-const MODULE: &str = "model.layers.0.mlp.down_proj";
 const WEIGHT: WeightId = WeightId::Layer(0, LayerWeight::Down);
 
 /// The integers, zero points and scales of a matrix.
@@ -74,20 +73,6 @@ fn bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// A small model without its `down_proj`, which is `K` wide.
-fn base(config: Value) -> Folder {
-    let mut folder = Folder::small("LlamaForCausalLM")
-        .with("intermediate_size", K)
-        .with("quantization_config", config)
-        .without_tensor(&format!("{MODULE}.weight"));
-    for part in ["gate", "up"] {
-        let name = format!("model.layers.0.mlp.{part}_proj.weight");
-        folder = folder.without_tensor(&name);
-        folder.tensor(&name, &[K, 16]);
-    }
-    folder
-}
-
 fn push(folder: &mut Folder, part: &str, dtype: &'static str, shape: &[usize], data: Vec<u8>) {
     folder.tensors.push(Tensor { name: format!("{MODULE}.{part}"), dtype, shape: shape.to_vec(), data });
 }
@@ -99,7 +84,7 @@ fn stated(group_size: usize) -> i64 {
 fn gptq(quants: &Quants, format: &str) -> Folder {
     let config = json!({"quant_method": "gptq", "bits": 4, "group_size": stated(quants.group_size),
         "desc_act": false, "checkpoint_format": format});
-    let mut folder = base(config);
+    let mut folder = Folder::without_down(K, config);
     let (g, less) = (quants.n_groups(), if format == "gptq" { 0x1111_1111 } else { 0 });
     let q = words(K / 8 * N, |word, i| quants.q[word % N * K + word / N * 8 + i]);
     let zeros = words(g * N / 8, |word, i| quants.zeros[(word % (N / 8) * 8 + i) * g + word / (N / 8)]);
@@ -116,7 +101,7 @@ fn awq(quants: &Quants) -> Folder {
     const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
     let config = json!({"quant_method": "awq", "bits": 4, "group_size": stated(quants.group_size),
         "zero_point": true, "version": "GEMM"});
-    let mut folder = base(config);
+    let mut folder = Folder::without_down(K, config);
     let g = quants.n_groups();
     let output = |word: usize, i: usize| word % (N / 8) * 8 + ORDER[i];
     let q = words(K * N / 8, |word, i| quants.q[output(word, i) * K + word / (N / 8)]);
@@ -306,15 +291,9 @@ fn matrices_of_partial_words_or_blocks_are_rejected_by_name() {
 fn assert_valid_or_rejected(file: &str, changes: &[(Index, u8)]) {
     let quants = Quants::random(7, 32, false);
     for folder in [gptq(&quants, "gptq"), awq(&quants)] {
-        let scratch = TempFolder::new();
-        folder.write(&scratch);
-        let mut bytes = std::fs::read(scratch.file(file)).unwrap();
-        let front = bytes.len().min(4096);
-        for (at, byte) in changes {
-            bytes[at.index(front)] = *byte;
-        }
-        scratch.write(file, bytes);
-        let Ok(checkpoint) = Checkpoint::open(scratch.path()) else { continue };
+        let change =
+            |front: &mut [u8]| changes.iter().for_each(|(at, byte)| front[at.index(front.len())] = *byte);
+        let Some(checkpoint) = damaged(&folder, file, change) else { continue };
         for id in checkpoint.weight_ids() {
             let n_elements = checkpoint.config().shape(id).iter().product();
             let n_bytes = bytes_of(&checkpoint, id).unwrap().len();

@@ -2,7 +2,7 @@
 
 use crate::model_files::folder::{Folder, Tensor};
 use crate::model_files::scaled::{K, MODULE, N, Numbers, Scaled, Sharing, compressed_config, fp8_config};
-use crate::model_files::{TempFolder, assert_names, bytes_of, format_error, unsupported};
+use crate::model_files::{assert_names, bytes_of, damaged, format_error, unsupported};
 use crate::stored::Rng;
 use llaisys_core::arch::spec::{LayerWeight, WeightId};
 use llaisys_core::dtype::{ComputeMode, DType};
@@ -368,15 +368,9 @@ fn other_settings_of_compressed_tensors_are_rejected_by_name() {
 /// Damages the configuration, or the header and the bytes after it. The folder must be rejected or load completely.
 fn assert_valid_or_rejected(file: &str, changes: &[(Index, u8)]) {
     for folder in [fp8(), packed(false)] {
-        let scratch = TempFolder::new();
-        folder.write(&scratch);
-        let mut bytes = std::fs::read(scratch.file(file)).unwrap();
-        let front = bytes.len().min(4096);
-        for (at, byte) in changes {
-            bytes[at.index(front)] = *byte;
-        }
-        scratch.write(file, bytes);
-        let Ok(checkpoint) = Checkpoint::open(scratch.path()) else { continue };
+        let change =
+            |front: &mut [u8]| changes.iter().for_each(|(at, byte)| front[at.index(front.len())] = *byte);
+        let Some(checkpoint) = damaged(&folder, file, change) else { continue };
         for id in checkpoint.weight_ids() {
             let n_elements = checkpoint.config().shape(id).iter().product();
             match bytes_of(&checkpoint, id) {

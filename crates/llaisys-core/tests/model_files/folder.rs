@@ -14,6 +14,9 @@ pub struct Tensor {
     pub data: Vec<u8>,
 }
 
+/// The matrix that is quantized in folders of [`Folder::without_down`].
+pub const DOWN: &str = "model.layers.0.mlp.down_proj";
+
 #[derive(Clone)]
 pub struct Folder {
     pub config: Map<String, Value>,
@@ -22,6 +25,20 @@ pub struct Folder {
 }
 
 impl Folder {
+    /// A small Llama that lacks the weight of [`DOWN`], which has `n_inputs`.
+    pub fn without_down(n_inputs: usize, quantization: Value) -> Self {
+        let mut folder = Self::small("LlamaForCausalLM")
+            .with("intermediate_size", n_inputs)
+            .with("quantization_config", quantization)
+            .without_tensor(&format!("{DOWN}.weight"));
+        for part in ["gate", "up"] {
+            let name = format!("model.layers.0.mlp.{part}_proj.weight");
+            folder = folder.without_tensor(&name);
+            folder.tensor(&name, &[n_inputs, 16]);
+        }
+        folder
+    }
+
     /// A model of one layer: 2 heads and 1 key-value head of 8, width 16, 12 tokens, untied.
     pub fn small(architecture: &str) -> Self {
         let config = json!({

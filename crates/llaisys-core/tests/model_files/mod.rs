@@ -53,6 +53,18 @@ pub fn containers(scratch: &TempFolder) -> [(PathBuf, Vec<PathBuf>); 3] {
     [(single.clone(), vec![single.join("model.safetensors")]), (sharded, shards), (gguf.clone(), vec![gguf])]
 }
 
+/// Writes a folder, changes the first 4,096 bytes of `file`, and opens it; None if it is rejected.
+pub fn damaged(folder: &Folder, file: &str, change: impl FnOnce(&mut [u8])) -> Option<Checkpoint> {
+    let scratch = TempFolder::new();
+    folder.write(&scratch);
+    let mut bytes = fs::read(scratch.file(file)).unwrap();
+    let n_front = bytes.len().min(4096);
+    change(&mut bytes[..n_front]);
+    scratch.write(file, bytes);
+    // Its files stay open.
+    Checkpoint::open(scratch.path()).ok()
+}
+
 /// All bytes of a weight's tensor.
 pub fn bytes_of(checkpoint: &Checkpoint, id: WeightId) -> Result<Vec<u8>> {
     let shape = checkpoint.config().shape(id);

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 /// Outputs and inputs of the quantized matrix. Blocks of 64 and 128 inputs do not divide it.
 pub const N: usize = 16;
 pub const K: usize = 160;
-pub const MODULE: &str = "model.layers.0.mlp.down_proj";
+pub use super::folder::DOWN as MODULE;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numbers {
@@ -122,15 +122,7 @@ impl Scaled {
 
     /// A small Llama whose `down_proj` is this matrix. `scale` is the name of its tensor of scales.
     pub fn folder(&self, config: Value, scale: &str) -> Folder {
-        let mut folder = Folder::small("LlamaForCausalLM")
-            .with("intermediate_size", K)
-            .with("quantization_config", config)
-            .without_tensor(&format!("{MODULE}.weight"));
-        for part in ["gate", "up"] {
-            let name = format!("model.layers.0.mlp.{part}_proj.weight");
-            folder = folder.without_tensor(&name);
-            folder.tensor(&name, &[K, 16]);
-        }
+        let mut folder = Folder::without_down(K, config);
         let mut push = |part: &str, dtype, shape: &[usize], data| {
             let name = format!("{MODULE}.{part}");
             folder.tensors.push(Tensor { name, dtype, shape: shape.to_vec(), data });
