@@ -3,7 +3,7 @@
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
 use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp8_config};
-use crate::model_files::{Scratch, check};
+use crate::model_files::{TempFolder, check};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::gguf::Header;
@@ -25,7 +25,7 @@ pub fn find(name: &str) -> Target {
         "canary" => (Kind::Canary, ""),
         other => panic!("no target {other}; targets: {}", NAMES.join(" ")),
     };
-    let scratch = Scratch::new();
+    let scratch = TempFolder::new();
     let mut folder = match name {
         "fp8" => fp8(),
         "packed" => packed(),
@@ -76,7 +76,7 @@ pub struct Target {
     name: String,
     kind: Kind,
     file: &'static str,
-    scratch: Scratch,
+    scratch: TempFolder,
 }
 
 impl Target {
