@@ -7,7 +7,6 @@ use crate::stored::Rng;
 use llaisys_core::arch::spec::{LayerWeight, WeightId};
 use llaisys_core::dtype::{ComputeMode, DType};
 use llaisys_core::error::{Error, FormatError};
-use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::quant::dequantize_row;
 use llaisys_core::threads::Pool;
 use proptest::collection::vec;
