@@ -145,7 +145,8 @@ class SimContext:
         self.kv_cache.kv_seq_cp(src, dst, p0, p1)
         assert len(self._sequences[dst].contents) == p0
         self._sequences[dst].contents += self._sequences[src].contents[p0:p1]
-        self._sequences[dst].state = self._sequences[dst].contents[-1]
+        if p1 > p0:  # a choice of a prompt of one token copies nothing
+            self._sequences[dst].state = self._sequences[dst].contents[-1]
 
     def kv_node_cache(self, node_id: int, seq_id: int, p0: int, p1: int) -> None:
         self.kv_cache.kv_node_cache(node_id, seq_id, p0, p1)

@@ -100,7 +100,7 @@ def test_recurrent_states_change_no_token() -> None:
         hits = stats.prefix_hit_tokens
         totals.update(hits=hits, preempted=stats.num_preempted, evicted=stats.num_evicted_cells)
         print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, {hits} hits, {totals}")
-        assert hits > 0
+        assert hits > 0 or mix.n_states == 1  # a single state can be replaced before it is used again
         assert world.context.n_states_kept > 0
         assert world.engine.reset_prefix_cache()
         world.engine.check()
