@@ -1,6 +1,6 @@
 """Make one archive that runs all phases on a bare machine with a GPU.
 
-usage: bundle.py [--wheel FILE] [--out dist/gpu] [--limit-mb 48]
+usage: bundle.py [--wheel FILE] [--out dist/gpu] [--limit-mb 48] [--nano-vllm CHECKOUT]
 
 The archive has the wheel and those of its packages that PyTorch's environment lacks, unpacked for that
 machine's Python. It also has the parity tests as programs, the phases with their inputs (prepare.py), and a
@@ -123,6 +123,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--wheel", type=Path, help="default: the newest in dist/")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "gpu")
     parser.add_argument("--limit-mb", type=float, default=LIMIT_MB)
+    parser.add_argument("--nano-vllm", type=Path, help="passed to prepare.py: a peer of phase 4")
     options = parser.parse_args(given)
     folder: Path = options.out / "bundle"
     shutil.rmtree(folder, ignore_errors=True)
@@ -134,7 +135,8 @@ def main(given: Sequence[str] | None = None) -> None:
     copy_tests(folder / "tests")
     install(options.wheel or newest_wheel(), folder / "site")
     prepare = Path(__file__).with_name("prepare.py")
-    subprocess.run([sys.executable, prepare, "--out", folder / "inputs"], check=True)
+    peer = ["--nano-vllm", options.nano_vllm] if options.nano_vllm else []
+    subprocess.run([sys.executable, prepare, "--out", folder / "inputs", *peer], check=True)
     write_manifest(folder, git.stdout.strip())
     try:
         print(pack(folder, options.out / "llaisys-gpu.tar.xz", options.limit_mb))

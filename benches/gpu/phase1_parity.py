@@ -1,10 +1,11 @@
 """Phase 1: the parity tests on a GPU, graphs compared with eager passes, compute-sanitizer over small cases.
 
-usage: phase1_parity.py --out DIR [--tests PROGRAM] [--only TEXT] [--dry-run] [--budget-s 240]
+usage: phase1_parity.py --out DIR [--tests PROGRAM] [--only TEXT] [--jobs N] [--dry-run] [--budget-s 240]
 
 The rows are the Rust parity tests of crates/llaisys-core/tests/cuda/parity, prebuilt (bundle.py). Each runs
-in its own process, so that a fault in one cannot break the CUDA context of another. A dry run uses the
-emulator instead of the GPU, or the device that LLAISYS_TEST_DEVICE names. Exit status: see common.py.
+in its own process, so that a fault in one cannot break the CUDA context of another. `--jobs` of them run at
+once, because the references, which run on the CPU, take most of the time. A dry run uses the emulator instead
+of the GPU, or the device that LLAISYS_TEST_DEVICE names. Exit status: see common.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +33,7 @@ SANITIZER_S = 90
 # Test modules of kernels with shared memory or barriers of several warps, which racecheck and synccheck
 # examine.
 WITH_BARRIERS = ("attention", "gemv", "rows", "sampling")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 # Messages of compute-sanitizer where it does not work, for example on some virtual machines.
 CANNOT = ("Device not supported", "Unable to find injection", "did not launch", "Internal Sanitizer Error")
 
@@ -154,17 +157,16 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 
 
-def rows_of(tests: Tests, only: str) -> list[Row]:
-    """Return a row for each test, then one for each test module under each tool."""
+def tasks_of(tests: Tests, only: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return rows' names and functions: one for each test, then each test module under each tool."""
     names = list_tests(tests.program)
-    rows = [Row(name.removeprefix(PARITY), partial(tests.run, name), expected_s=5) for name in names]
+    tasks = {name.removeprefix(PARITY): partial(tests.run, name) for name in names}
     modules = sorted({name.split("::")[1] for name in names})
-    for tool in ("memcheck", "racecheck", "synccheck"):
+    for tool in TOOLS:
         for module in modules:
             if tool == "memcheck" or module in WITH_BARRIERS:
-                run = partial(tests.sanitize, tool, module)
-                rows.append(Row(f"{tool} {module}", run, expected_s=60))
-    return [row for row in rows if only in row.name]
+                tasks[f"{tool} {module}"] = partial(tests.sanitize, tool, module)
+    return {name: task for name, task in tasks.items() if only in name}
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -173,6 +175,7 @@ def main(given: Sequence[str] | None = None) -> int:
     program = Path(__file__).parent / "tests" / "cuda"
     parser.add_argument("--tests", type=Path, default=program, help="the test program")
     parser.add_argument("--only", default="", help="run only rows whose name contains this text")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once (default: 1)")
     options: argparse.Namespace = parser.parse_args(given)
     columns = [
         Column("device", "device"),
@@ -182,7 +185,17 @@ def main(given: Sequence[str] | None = None) -> int:
         Column("took_s", "s", "{:.1f}"),
     ]
     phase = ParityPhase(1, "Parity tests and compute-sanitizer", columns, options)
-    return phase.run(rows_of(Tests(options.tests, phase.dry_run), options.only))
+    tasks = tasks_of(Tests(options.tests, phase.dry_run), options.only)
+    pool = ThreadPoolExecutor(options.jobs)
+    waits = {name: pool.submit(task).result for name, task in tasks.items() if phase.done(name) is None}
+    status = phase.run(
+        [
+            Row(name, waits.get(name, task), expected_s=60 if name.startswith(TOOLS) else 5)
+            for name, task in tasks.items()
+        ]
+    )
+    pool.shutdown(cancel_futures=True)
+    return status
 
 
 if __name__ == "__main__":
