@@ -38,33 +38,37 @@ class Reference(Protocol):
     def close(self) -> None: ...
 
 
-def reference(folder: Path, dry_run: bool) -> Reference:
-    """Return transformers on the GPU; in a dry run without it, our CPU backend. Raises Skip."""
+def reference(folder: Path, dtype: str, dry_run: bool) -> Reference:
+    """Return transformers on the GPU; in a dry run without it, our CPU backend. Raises Skip.
+
+    `dtype` is `bfloat16` or `float32`.
+    """
     if is_importable("torch") and is_importable("transformers"):
         import torch
 
         if torch.cuda.is_available() or dry_run:
-            return Transformers(folder)
+            return Transformers(folder, dtype)
     if dry_run:
-        return OurCpu(folder)
+        return OurCpu(folder, dtype)
     raise Skip("transformers with a GPU is needed for the reference")
 
 
 class Transformers:
-    """`generate` of transformers in bf16 with sdpa; end-of-text tokens do not stop it."""
+    """`generate` of transformers with sdpa; end-of-text tokens do not stop it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         made = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
         self._model = made.to(self._device).eval()
         self._model.generation_config.eos_token_id = None
         self.name = f"transformers on {self._device}"
+        assert not torch.backends.cuda.matmul.allow_tf32, "float32 is the exact reference"
 
     def continued(self, prompts: Sequence[Ids], n_tokens: int) -> list[Ids]:
         given = self._torch.tensor(prompts, device=self._device)
@@ -88,15 +92,15 @@ class Transformers:
 
 
 class OurCpu:
-    """Our CPU backend in bf16, for dry runs. It shares no arithmetic with the device, but other code."""
+    """Our CPU backend, for dry runs. It shares no arithmetic with the device, but other code."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         from llaisys._core import Context
 
-        self.name = "our CPU backend in bf16"
+        self.name = "our CPU backend"
         self._context = Context(
             str(folder),
-            dtype="bfloat16",
+            dtype=dtype,
             n_cells=512,
             n_seq_max=1,
             n_batch=512,

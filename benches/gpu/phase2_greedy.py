@@ -4,21 +4,21 @@ It runs 32 prompts of 128 tokens each.
 
 usage: phase2_greedy.py --out DIR [--inputs DIR] [--dry-run] [--budget-s 240] [--fresh]
 
-Two correct engines round differently, so their tokens may differ where two tokens are nearly tied. A first
-difference is accepted if the reference's own logit of our token is less than 2 ulp of bf16 below its best
-one. Then the gap of its best two logits is that small, too. Later tokens are not compared. Any other
-difference fails. For every eighth prompt and its completion, the phase also compares our log-probabilities of
-all given tokens with the reference's.
+Two correct engines in bf16 round differently, so their tokens may differ at a near tie. The judge is
+transformers in float32. If no logit of ours has a larger error than the worst of the bf16 reference (`d`,
+over the vocabulary, at that position), then our token is at most 2 d below the best one in float32. A first
+difference is accepted if that holds; any other fails. Later tokens are not compared. For every eighth prompt
+and its completion, the phase also compares the errors of the log-probabilities of all given tokens: it fails
+if ours are more than `ACCEPTED_RATIO` times the bf16 reference's, as root mean square.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,15 @@ from typing import Any
 import models
 import numpy as np
 from common import Column, Failure, Phase, Row, Skip, arguments
-from engines import Ids, Logits, Reference, ours, reference
+from engines import Ids, Logits, ours, reference
+from numpy.typing import NDArray
 
 from llaisys import LLM, SamplingParams
 
-ACCEPTED_ULP = 2.0
+ACCEPTED_GAP = 2.0
+# The ratio of two estimates from 800 values or more, which are correlated along a text. Our CPU backend, the
+# reference of dry runs, rounds only the inputs of products, and the device also the results: twice as often.
+ACCEPTED_RATIO, ACCEPTED_RATIO_DRY = 1.25, 2.0
 N_TOKENS, N_TOKENS_DRY = 128, 6
 LENGTHS = [length for length in (7, 33, 64, 130) for _ in range(8)]
 LENGTHS_DRY = [5, 5, 19, 19]
@@ -38,72 +42,91 @@ FED_EVERY = 8
 COLUMNS = [
     Column("reference", "reference"),
     Column("equal", "equal"),
-    Column("parted", "different at a near tie of the reference"),
-    Column("worst_ulp", "widest gap there, ulp", "{:.2f}"),
-    Column("fed_mean", "given tokens: mean difference of log-probabilities", "{:.4f}"),
-    Column("fed_max", "largest", "{:.4f}"),
+    Column("parted", "different at a near tie"),
+    Column("worst_gap", "widest gap there, errors of the reference", "{:.2f}"),
+    Column("rms_ours", "given tokens: error of log-probabilities, rms", "{:.5f}"),
+    Column("rms_reference", "of the reference", "{:.5f}"),
 ]
 
 
-def gap_ulp(logits: Logits, token: int) -> float:
-    """Return the gap between the best logit and a token's, in ulp of bf16 at the best logit."""
-    best = float(logits.max())
-    ulp = 2.0 ** (math.floor(math.log2(max(abs(best), 2.0**-126))) - 7)
-    return (best - float(logits[token])) / ulp
+def first_difference(want: Ids, got: Ids) -> int | None:
+    """Return the first index at which two completions differ."""
+    return next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
 
 
-def first_gap(prompt: Ids, want: Ids, got: Ids, of: Callable[[Ids], Logits]) -> float | None:
-    """Return the gap of our token at the first difference, in ulp; None if the completions are equal."""
-    first = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
-    if first is None:
-        return None
-    return gap_ulp(of(prompt + want[:first])[-1], got[first])
+def gap_of(token: int, rounded: Logits, exact: Logits) -> float:
+    """Return how far a token is below the best one in float32, in units of the worst error of bf16."""
+    gap, error = float(exact.max() - exact[token]), float(np.abs(rounded - exact).max())
+    return gap / error if gap else 0.0
 
 
-def logprob_differences(llm: LLM, refers: Reference, texts: Sequence[Ids]) -> dict[str, float]:
-    """Return the mean and the largest difference of the log-probabilities of given texts."""
+def logprobs(logits: Logits, ids: Ids) -> NDArray[np.float64]:
+    """Return the log-probabilities of `ids[1:]`, `[len(ids) - 1]`, from logits `[len(ids), vocab]`."""
+    wide = logits[:-1].astype(np.float64)
+    best = wide.max(-1)
+    sums = np.log(np.exp(wide - best[:, None]).sum(-1)) + best
+    chosen: NDArray[np.float64] = wide[np.arange(len(ids) - 1), ids[1:]] - sums
+    return chosen
+
+
+def our_logprobs(llm: LLM, texts: Sequence[Ids]) -> list[NDArray[np.float64]]:
+    """Return the log-probabilities of each text's tokens after the first."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
     results = llm.generate([{"prompt_token_ids": ids} for ids in texts], params, use_tqdm=False)
-    differences = []
+    found = []
     for ids, result in zip(texts, results, strict=True):
-        logits = refers.logits(ids).astype(np.float64)
-        sums = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
         assert result.prompt_logprobs is not None
-        for position, (token, entry) in enumerate(zip(ids[1:], result.prompt_logprobs[1:], strict=True)):
-            assert entry is not None
-            differences.append(abs(entry[token].logprob - (logits[position, token] - sums[position])))
-    return {"fed_mean": float(np.mean(differences)), "fed_max": float(np.max(differences))}
+        entries = [entry or {} for entry in result.prompt_logprobs[1:]]
+        found.append(np.array([entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True)]))
+    return found
+
+
+def rms(values: Sequence[NDArray[np.float64]]) -> float:
+    """Return the root mean square of all values."""
+    return float(np.sqrt(np.mean(np.concatenate(values) ** 2)))
 
 
 def compare(folder: Path, prompts: Sequence[Ids], n_tokens: int, dry_run: bool) -> dict[str, Any]:
-    """Measure one row."""
-    refers = reference(folder, dry_run)
-    try:
-        groups = [list(group) for _, group in itertools.groupby(prompts, len)]
-        want = [ids for group in groups for ids in refers.continued(group, n_tokens)]
-        params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
-        settings = {
-            "max_model_len": 512,
-            "num_kv_cells": 512 * len(prompts) // 2,
-            "max_num_seqs": len(prompts),
-        }
-        with ours(folder, **settings) as llm:
-            results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-            got = [list(result.outputs[0].token_ids) for result in results]
-            texts = [prompt + ids for prompt, ids in list(zip(prompts, want, strict=True))[::FED_EVERY]]
-            differences = logprob_differences(llm, refers, texts)
-        gaps = [first_gap(*three, refers.logits) for three in zip(prompts, want, got, strict=True)]
-    finally:
-        refers.close()
-    different = [gap for gap in gaps if gap is not None]
-    values: dict[str, Any] = {"reference": refers.name, **differences}
-    values["equal"] = f"{len(gaps) - len(different)} of {len(gaps)}"
-    values |= {"parted": len(different), "worst_ulp": max(different, default=0.0)}
-    wrong = {i: gap for i, gap in enumerate(gaps) if gap is not None and gap >= ACCEPTED_ULP}
+    """Measure one row. The two references and our engine have the GPU one after the other."""
+    refers = reference(folder, "bfloat16", dry_run)
+    groups = [list(group) for _, group in itertools.groupby(prompts, len)]
+    want = [ids for group in groups for ids in refers.continued(group, n_tokens)]
+    fed = [prompt + ids for prompt, ids in list(zip(prompts, want, strict=True))[::FED_EVERY]]
+    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
+    settings = {
+        "max_model_len": 512,
+        "num_kv_cells": 512 * len(prompts) // 2,
+        "max_num_seqs": len(prompts),
+    }
+    with ours(folder, **settings) as llm:
+        results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        got = [list(result.outputs[0].token_ids) for result in results]
+        of_ours = our_logprobs(llm, fed)
+    firsts = [first_difference(*both) for both in zip(want, got, strict=True)]
+    parted = {i: first for i, first in enumerate(firsts) if first is not None}
+    before = {i: prompts[i] + want[i][:first] for i, first in parted.items()}
+    rounded = {i: refers.logits(ids)[-1] for i, ids in before.items()}
+    of_rounded = [logprobs(refers.logits(ids), ids) for ids in fed]
+    name = refers.name
+    refers.close()
+    judge = reference(folder, "float32", dry_run)
+    gaps = {i: gap_of(got[i][parted[i]], rounded[i], judge.logits(ids)[-1]) for i, ids in before.items()}
+    of_exact = [logprobs(judge.logits(ids), ids) for ids in fed]
+    judge.close()
+    values: dict[str, Any] = {
+        "reference": name,
+        "equal": f"{len(prompts) - len(parted)} of {len(prompts)}",
+        "parted": len(parted),
+        "worst_gap": max(gaps.values(), default=0.0),
+        "rms_ours": rms([a - b for a, b in zip(of_ours, of_exact, strict=True)]),
+        "rms_reference": rms([a - b for a, b in zip(of_rounded, of_exact, strict=True)]),
+    }
+    wrong = {i: round(gap, 2) for i, gap in gaps.items() if gap > ACCEPTED_GAP}
     if wrong:
-        raise Failure(
-            f"prompts {wrong} differ {ACCEPTED_ULP} ulp or more below the reference's best", **values
-        )
+        raise Failure(f"prompts {wrong} differ by more than {ACCEPTED_GAP} errors of the reference", **values)
+    ratio = ACCEPTED_RATIO_DRY if dry_run else ACCEPTED_RATIO
+    if values["rms_ours"] > ratio * values["rms_reference"]:
+        raise Failure(f"the error is more than {ratio} times the reference's", **values)
     return values
 
 
@@ -142,7 +165,9 @@ def main() -> int:
         return phase.run(
             [Row("tiny, random", partial(random_of, "tiny")), Row("SmolLM2, 8 layers", too_large)]
         )
-    phase.note(f"A difference is accepted below {ACCEPTED_ULP} ulp of bf16 at the reference's best logit.")
+    phase.note(
+        f"A difference is accepted up to {ACCEPTED_GAP} times the reference's worst error, judged in float32."
+    )
     rows = [Row("SmolLM2, 8 layers", partial(real_row, flags.out, flags.inputs), 30)]
     expected_s = {"0.5B": 40, "1.5B": 60, "7B": 150}
     rows += [

@@ -47,7 +47,7 @@ def examine() -> list[Finding]:
     return [
         Finding("python", f"{platform.python_version()} ({sys.executable})"),
         Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
-        Finding("packages", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)),
+        Finding("packages", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)),
         _processor(),
         Finding("cores", f"{os.cpu_count()} in the machine, {usable_cpus().n} usable by this process"),
         _instruction_sets(),
@@ -57,6 +57,14 @@ def examine() -> list[Finding]:
         _cache("hugging face cache", _hub_cache(), "HF_HOME"),
         *_models(),
     ]
+
+
+def _version(package: str) -> str:
+    """Return a package's version. It can be missing where the wheel was unpacked without its dependencies."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> Finding:

@@ -110,17 +110,22 @@ pub struct Product {
     pub input: DevicePtr,
     /// `[n, k]`
     pub weight: DevicePtr,
-    /// `[n]`, or NULL.
+    /// `[n]`, or NULL. Only if `out_element` is `element`: cublasLt has no product of other types with this bias.
     pub bias: DevicePtr,
     /// `[m, n]`
     pub out: DevicePtr,
 }
 
 impl Product {
-    /// Checks that every array is inside its allocation. Errors: the first array that is not.
+    /// Checks that every array is inside its allocation. Errors: the first array that is not; a bias with a result of
+    /// another type.
     pub fn check(&self) -> Result<(), DeviceError> {
         let Self { m, n, k, element, out_element, .. } = *self;
         let op = format!("product {m} x {n} x {k}");
+        if self.bias != DevicePtr::NULL && out_element != element {
+            let status = format!("a bias of {element:?} cannot be added to a result of {out_element:?}");
+            return Err(DeviceError::Cuda { op, status });
+        }
         self.input.array(&op, element.n_bytes(m * k))?;
         self.weight.array(&op, element.n_bytes(n * k))?;
         if self.bias != DevicePtr::NULL {

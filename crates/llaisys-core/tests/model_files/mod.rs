@@ -20,11 +20,11 @@ pub use temp_folder::TempFolder;
 
 /// The golden folder `name`: in the source, or next to a binary that was copied elsewhere (`benches/gpu/bundle.py`).
 pub fn golden(name: &str) -> PathBuf {
-    let of_source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name);
-    if of_source.is_dir() {
-        return of_source;
+    let beside = std::env::current_exe().unwrap().with_file_name("goldens").join(name);
+    if beside.is_dir() {
+        return beside;
     }
-    std::env::current_exe().unwrap().with_file_name("goldens").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name)
 }
 
 /// Writes a Llama with random tensors as one file, as shards and as GGUF. Returns the paths to open, each with its

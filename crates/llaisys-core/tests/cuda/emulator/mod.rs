@@ -29,7 +29,7 @@ use memory::Memory;
 use modules::{EmuArg, Request};
 use pick::is_gpu;
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 
 /// The emulated device. A seed determines its order of threads. The device prints the seed, and `LLAISYS_EMU_SEED` sets
@@ -46,6 +46,8 @@ struct State {
     seed: u64,
     dead: Option<String>,
     capture: Option<Vec<Work>>,
+    /// The modules whose kernels a capture may contain.
+    loaded: HashSet<KernelModule>,
     graphs: Vec<Vec<Work>>,
     read: VecDeque<(Event, Vec<u8>)>,
     last_event: Event,
@@ -100,6 +102,13 @@ impl Emulator {
     /// Records the work if a capture is open, and runs it otherwise.
     fn submit(&self, op: &str, work: Work) -> Result<(), DeviceError> {
         let mut state = self.alive(op)?;
+        if let Work::Launch { function, .. } = &work {
+            // As on a GPU, where loading is not allowed in a capture.
+            if state.capture.is_some() && !state.loaded.contains(&function.module) {
+                return Err(error("load a kernel", "not allowed in a capture".into()));
+            }
+            state.loaded.insert(function.module.clone());
+        }
         match &mut state.capture {
             Some(recorded) => {
                 recorded.push(work);
@@ -267,8 +276,10 @@ impl Device for Emulator {
     }
 
     fn prepare(&self, functions: &[&Function]) -> Result<(), DeviceError> {
+        let mut state = self.uncaptured("prepare")?;
         for function in functions {
             find(function).map_err(|e| error("prepare", e))?;
+            state.loaded.insert(function.module.clone());
             modules::start_of(&function.module, function.name);
         }
         Ok(())
@@ -282,6 +293,7 @@ impl Device for Emulator {
     }
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {
+        product.check()?;
         self.submit("product", Work::Product(*product))
     }
 

@@ -335,9 +335,11 @@ fn a_replayed_decode_reads_the_visible_range_from_the_device() {
         let mut built = build(device, &case);
         let row_len = case.heads.0 * case.d_head;
         let decoding = built.decoding(device, n_splits);
-        device.begin_capture().expect("no capture is open");
         // SAFETY: as in `Built::decode`, for every list that is uploaded before a replay.
-        unsafe { decoding.launch(device) }.expect("the launch is recorded");
+        let launch = || unsafe { decoding.launch(device) };
+        launch().expect("the kernels are loaded, which a capture cannot do");
+        device.begin_capture().expect("no capture is open");
+        launch().expect("the launch is recorded");
         let graph = device.end_capture().expect("a capture is open");
         let mark = device.elements("mark", case.element, &vec![7.0; 3 * row_len]);
         let mark = device.read_bytes(mark, 3 * row_len * 2);

@@ -19,7 +19,7 @@ struct Built {
 fn build(device: &dyn Device, shape: (usize, usize, usize), element: Element, out_element: Element) -> Built {
     let (m, n, k) = shape;
     let draw = &mut SplitMix64::new((m * 1_000_003 + n * 1009 + k) as u64);
-    let has_bias = draw.below(2) == 0;
+    let has_bias = out_element == element && draw.below(2) == 0;
     let mut array = |what, n| {
         let at = device.elements(what, element, &draw.values(Size::Unit, n));
         (at, device.read(element, at, n).into_iter().map(f64::from).collect::<Vec<_>>())

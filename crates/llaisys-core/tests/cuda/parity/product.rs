@@ -28,7 +28,7 @@ fn check(device: &dyn Device, shape: (usize, usize, usize), element: Element, ou
     case("product", element, &what);
     let draw = &mut SplitMix64::new((m * 31 + n * 7 + k) as u64);
     let (x, weight, bias) = (whole(draw, m * k), whole(draw, n * k), whole(draw, n));
-    let has_bias = draw.below(2) == 0;
+    let has_bias = out_element == element && draw.below(2) == 0;
     let out = device.unwritten("out", out_element, m * n);
     let product = Product {
         m,
@@ -53,6 +53,26 @@ fn check(device: &dyn Device, shape: (usize, usize, usize), element: Element, ou
             assert_eq!(got[row * n + column], want, "{element:?} {what}, row {row}, column {column}");
         }
     }
+}
+
+#[test]
+fn a_bias_needs_a_result_of_its_type() {
+    let device = &*test_device();
+    let array = |what, element, n| device.elements(what, element, &vec![0.0; n]);
+    let product = Product {
+        m: 1,
+        n: 8,
+        k: 8,
+        element: Element::F16,
+        out_element: Element::F32,
+        input: array("x", Element::F16, 8),
+        weight: array("weight", Element::F16, 64),
+        bias: array("bias", Element::F16, 8),
+        out: array("out", Element::F32, 8),
+    };
+    let refused = device.product(&product).expect_err("cublasLt does not have this product").to_string();
+    assert!(refused.contains("a bias of F16 cannot be added to a result of F32"), "{refused}");
+    device.product(&Product { bias: DevicePtr::NULL, ..product }).expect("the same product without a bias");
 }
 
 #[test]

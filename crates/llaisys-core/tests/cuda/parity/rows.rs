@@ -151,8 +151,10 @@ fn gates_match_swiglu_and_geglu_within_two_ulp() {
                 let (device, draw) = (&*test_device(), &mut SplitMix64::new(width as u64));
                 // Gates in the curved range of the function, and some where it is zero or one.
                 let mut values = draw.values(Size::Unit, n_rows * 2 * width);
-                values.iter_mut().step_by(2).for_each(|x| *x *= 6.0);
-                values.iter_mut().step_by(37).for_each(|x| *x *= 100.0);
+                for row in values.chunks_exact_mut(2 * width) {
+                    row[..width].iter_mut().step_by(2).for_each(|x| *x *= 6.0);
+                    row[..width].iter_mut().step_by(37).for_each(|x| *x *= 100.0);
+                }
                 let (gate_up, values) = stored(device, "gate_up", element, &values);
                 let out = device.unwritten("out", element, n_rows * width);
                 Gate { element, kind, gate_up, out, n_rows, width }.launch(device).expect("the kernel runs");
