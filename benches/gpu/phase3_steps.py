@@ -37,8 +37,8 @@ N_PAIRS = 3
 PROMPT, SHORT, LONG = 472, 8, 72
 PROMPT_DRY, SHORT_DRY, LONG_DRY = 9, 2, 4
 COPY_BYTES, PRODUCT = 1 << 30, 8192
-# Approximate time to load a model, to make its weights and to measure a row.
-EXPECTED_S = {"0.5B": 20.0, "1.5B": 35.0, "7B": 75.0}
+# Approximate time to make a model's weights, to load them and to measure a row, on an H200.
+EXPECTED_S = {"0.5B": 6.0, "1.5B": 8.0, "7B": 30.0}
 COLUMNS = [
     Column("step_ms", "step, ms", "{:.3f}"),
     Column("tokens_per_s", "tokens/s", "{:.0f}"),

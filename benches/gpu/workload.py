@@ -206,6 +206,6 @@ def nano_vllm(folder: Path, workload: Workload) -> Values:
 ENGINES: dict[str, Callable[[Path, Workload], Values]] = {
     "ours": ours,
     "ours, streams": ours_streams,
-    "transformers": transformers,
     "nano-vllm": nano_vllm,
+    "transformers": transformers,
 }

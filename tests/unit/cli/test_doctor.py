@@ -100,3 +100,12 @@ def test_a_cache_that_cannot_be_written_fails(
     monkeypatch.setattr("os.access", lambda *_: False)
     assert main(["doctor"]) == 1
     assert "set LLAISYS_HOME to another folder" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wheel can be unpacked on a machine that lacks a dependency (`make gpu-bundle`)."""
+    monkeypatch.setattr(doctor, "_PACKAGES", ("numpy", "llaisys-no-such-package"))
+    assert main(["doctor"]) == 0
+    assert "llaisys-no-such-package not installed" in capsys.readouterr().out
