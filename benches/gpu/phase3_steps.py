@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -131,21 +132,29 @@ def run_s(llm: LLM, prompts: Sequence[Ids], n_tokens: int) -> float:
     return taken
 
 
-def idle_share(llm: LLM, prompts: Sequence[Ids], n_tokens: int, phase: Phase) -> float | None:
-    """Return the GPU's idle share of one run; None if kernels cannot be traced."""
+def trace(llm: LLM, prompts: Sequence[Ids], n_tokens: int, phase: Phase) -> dict[str, Any]:
+    """Return the GPU's idle share of one run, and each kernel's share of the busy time.
+
+    Both are missing if kernels cannot be traced.
+    """
     if not is_importable("torch"):
         phase.note("GPU idle: not measured, because torch and its profiler are not installed.")
-        return None
+        return {}
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run_s(llm, prompts, n_tokens)
-    kernels = [event.time_range for event in seen.events() if event.device_type == DeviceType.CUDA]
-    if not kernels:
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    if not events:
         phase.note("GPU idle: not measured, because CUPTI reported no kernel.")
-        return None
-    return 1 - busy_share((kernel.start, kernel.end) for kernel in kernels)
+        return {}
+    taken: Counter[str] = Counter()
+    for event in events:
+        taken[event.name.partition("(")[0][:60]] += event.time_range.elapsed_us()
+    kernels = {name: round(us / taken.total(), 4) for name, us in taken.most_common(12)}
+    ranges = ((event.time_range.start, event.time_range.end) for event in events)
+    return {"idle": 1 - busy_share(ranges), "kernels": kernels, "n_kernels": len(events)}
 
 
 def memory_gb() -> float | None:
@@ -179,7 +188,7 @@ def measure(phase: Phase, out: Path, inputs: Path, name: str, batch: int) -> dic
             for _ in range(1 if phase.dry_run else N_PAIRS)
         ]
         step_s = statistics.median(b - a for a, b in pairs) / (long - short)
-        after, idle = memory_gb(), None if phase.dry_run else idle_share(llm, prompts, long, phase)
+        after, traced = memory_gb(), {} if phase.dry_run else trace(llm, prompts, long, phase)
     context = length + (short + long) / 2
     bound = bound_s(shape, batch, context, device["gb_s"], device["tflop_s"])
     return {
@@ -187,9 +196,9 @@ def measure(phase: Phase, out: Path, inputs: Path, name: str, batch: int) -> dic
         "tokens_per_s": batch / step_s,
         "bound_ms": 1e3 * bound,
         "share": bound / step_s,
-        "idle": idle,
         "memory_gb": None if after is None or before is None else after - before,
         "context": context,
+        **traced,
     }
 
 

@@ -130,9 +130,10 @@ async def _streams(folder: Path, workload: Workload) -> Values:
         requests = zip(workload.prompts, workload.n_tokens, strict=True)
         ended = await asyncio.gather(*(one(ids, n, f"{i}") for i, (ids, n) in enumerate(requests)))
         seconds = time.perf_counter() - begun
+        how = "AsyncLLM, one stream per request"
+        values = throughput(seconds, [n for *_, n in ended], workload, how)
     finally:
         await service.close()
-    values = throughput(seconds, [n for *_, n in ended], workload, "AsyncLLM, one stream per request")
     return values | latency([first for first, *_ in ended], [each for _, each, _ in ended])
 
 

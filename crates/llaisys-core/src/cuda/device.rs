@@ -93,7 +93,8 @@ pub struct Launch<'a> {
     pub args: &'a [Arg],
 }
 
-/// A matrix product: `out[m, n] = input[m, k] . weight[n, k]^T (+ bias[n])`, row-major, with f32 sums.
+/// A matrix product: `out[m, n] = input[m, k] . weight[n, k]^T (+ bias[n])`, row-major, with f32 sums. The sum is rounded
+/// to the result's type after the bias is added; cublasLt also rounds it before, if `n` is not a multiple of 8.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// Rows of the input and the result.

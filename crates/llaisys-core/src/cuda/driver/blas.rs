@@ -15,6 +15,9 @@ use std::ptr;
 const VERSION_MIN: usize = 130_000;
 /// CUBLAS_OP_T of cublas_api.h. cudarc declares it only with its cublas feature.
 const TRANSPOSED: i32 = 1;
+/// CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE of cublasLt.h: parts of a sum over k are added in f32. The other schemes round
+/// each part to the type of the result.
+const REDUCED_IN_F32: u32 = 2;
 
 /// The properties that an algorithm is chosen by. The number of rows is exact: steps have few shapes, and an algorithm
 /// that was chosen for other rows may not support these.
@@ -142,11 +145,18 @@ impl Blas {
         }
         let preference = result::create_matmul_pref()?;
         let [a, b, d] = layouts;
-        // SAFETY: every handle that is passed was created above and not destroyed; the attribute's value is a size_t.
+        // SAFETY: every handle that is passed was created above and not destroyed; the attributes' values are a size_t
+        // and a uint32_t.
         let chosen = unsafe {
-            let bytes = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+            let bytes = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             let value = ptr::from_ref(&self.workspace_bytes);
+            let mask = Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
             result::set_matmul_pref_attribute(preference, bytes, value.cast(), size_of::<usize>())
+                .and_then(|()| {
+                    let value = ptr::from_ref(&REDUCED_IN_F32);
+                    result::set_matmul_pref_attribute(preference, mask, value.cast(), size_of::<u32>())
+                })
                 .and_then(|()| result::get_matmul_algo_heuristic(self.handle, desc, a, b, d, d, preference))
         };
         // SAFETY: it was created above and is not used again.

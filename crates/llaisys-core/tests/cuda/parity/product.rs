@@ -1,5 +1,5 @@
 //! The library's matrix product on a device (the emulator, or a GPU), of whole numbers. Their sums are exact in f32 in
-//! any order, so results are equal. Results in 16 bits are rounded once.
+//! any order, so results are equal. Results in 16 bits are rounded once, or as [`Product`] says.
 
 use crate::emulator::arrays::Arrays;
 use crate::emulator::compare::rounded;
@@ -48,9 +48,15 @@ fn check(device: &dyn Device, shape: (usize, usize, usize), element: Element, ou
         let weight = &weight[column * k..][..k];
         for (row, x) in x.chunks_exact(k).enumerate() {
             let dot: f32 = x.iter().zip(weight).map(|(x, w)| x * w).sum();
-            let want = dot + if has_bias { bias[column] } else { 0.0 };
-            let want = rounded(out_element, f64::from(want)) as f32;
-            assert_eq!(got[row * n + column], want, "{element:?} {what}, row {row}, column {column}");
+            let of_type = |x: f32| rounded(out_element, f64::from(x)) as f32;
+            let bias = if has_bias { bias[column] } else { 0.0 };
+            let want = [of_type(dot + bias), of_type(of_type(dot) + bias)];
+            let want = if n.is_multiple_of(8) { &want[..1] } else { &want };
+            let got = got[row * n + column];
+            assert!(
+                want.contains(&got),
+                "{element:?} {what}, row {row}, column {column}: {got} instead of {want:?}"
+            );
         }
     }
 }

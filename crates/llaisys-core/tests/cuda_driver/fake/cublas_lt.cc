@@ -13,6 +13,8 @@ enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, F16 = 2, BF16 = 14 };
 struct Layout { int type; uint64_t rows, cols; int64_t ld; };
 struct Desc { int transposed, epilogue, bias_type; const void* bias; };
+// The bytes of workspace, and the mask of reduction schemes.
+struct Preference { size_t workspace; uint32_t reductions; };
 struct Product { Desc desc; Layout a, b, d; const void *at_a, *at_b; void* at_d; };
 const size_t WORKSPACE = 32u << 20;
 int n_heuristics;
@@ -101,16 +103,19 @@ int cublasLtMatmulDescSetAttribute(Desc* desc, int attribute, const void* from, 
     if (attribute == 26 && n == 4) return memcpy(&desc->bias_type, from, n), SUCCESS;
     return NOT_SUPPORTED;
 }
-int cublasLtMatmulPreferenceCreate(void** preference) { return *preference = (void*)7, SUCCESS; }
-int cublasLtMatmulPreferenceDestroy(void* preference) { return SUCCESS; }
-int cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const void* from, size_t n) {
-    return attribute == 1 && n == 8 && *(const size_t*)from == WORKSPACE ? SUCCESS : NOT_SUPPORTED;
+int cublasLtMatmulPreferenceCreate(Preference** preference) { return *preference = new Preference{}, SUCCESS; }
+int cublasLtMatmulPreferenceDestroy(Preference* preference) { return delete preference, SUCCESS; }
+int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* from, size_t n) {
+    if (attribute == 1 && n == 8) return memcpy(&preference->workspace, from, n), SUCCESS;
+    if (attribute == 3 && n == 4) return memcpy(&preference->reductions, from, n), SUCCESS;
+    return NOT_SUPPORTED;
 }
 int cublasLtMatmulAlgoGetHeuristic(void* handle, Desc* desc, Layout* a, Layout* b, Layout* c, Layout* d,
-                                   void* preference, int wanted, void* results, int* n) {
+                                   Preference* preference, int wanted, void* results, int* n) {
     bool fits = desc->transposed == 1 && a->rows == b->rows && d->rows == a->cols && d->cols == b->cols && c == d &&
                 a->type == b->type && a->type != F32 && (d->type == F32 || d->type == a->type) &&
-                (desc->epilogue == 0 || (desc->epilogue == 4 && desc->bias_type == a->type));
+                preference->workspace == WORKSPACE && preference->reductions == 2 &&
+                (desc->epilogue == 0 || (desc->epilogue == 4 && desc->bias_type == a->type && d->type == a->type));
     n_heuristics++;
     // The algorithm's 64 bytes, the workspace's size, the state, the waves, and reserved words.
     memset(results, 0, 64 + 8 + 4 + 4 + 16);
