@@ -46,5 +46,7 @@ class NgramProposer(HostProposer):
 
     def _drafts(self, request: Request, budget: int) -> list[int]:
         index = self._own.index(request)
-        best, _ = longest(index.matches_of_end(), index.tokens, self._max_n)
+        if not (matches := index.matches_of_end()):
+            return []
+        best, _ = longest(matches, index.tokens, self._max_n)
         return continuation(best[:1], index.tokens, budget, 1.0)

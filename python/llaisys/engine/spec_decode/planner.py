@@ -16,6 +16,8 @@ from llaisys.engine.prefix_tree import n_common
 ROWS_MAX = 16
 # Weight of the newest observation of a row count, and its influence on the other row counts.
 _NEWEST_WEIGHT, _DRIFT_WEIGHT = 0.1, 0.02
+# Observations after which the monotone curve is computed, also if nothing reads it.
+_UNREAD_MAX = 16
 # An observation counts as at most this multiple of the expected seconds, because a step may wait for the CPU.
 _OUTLIER = 4.0
 # The expected rate with drafts must exceed the rate without by this factor, to cover errors of the estimates.
@@ -30,22 +32,33 @@ class CostCurve:
     def __init__(self, measured: dict[int, float]) -> None:
         """`measured`: seconds of some numbers of rows, at least of one; the others are interpolated."""
         known = sorted(measured.items())
-        self._seconds = [_interpolated(known, n) for n in range(1, ROWS_MAX + 1)]
-        self._monotone = monotone(self._seconds)
+        # Seconds of a step are `_scale` times these. A step is observed far more often than a plan reads the
+        # curve, so the scale moves all of it at once, and `_monotone` follows later.
+        self._unscaled = [_interpolated(known, n) for n in range(1, ROWS_MAX + 1)]
+        self._scale = 1.0
+        self._monotone, self._n_unread = monotone(self._unscaled), 0
 
     def observe(self, n_rows: int, seconds: float) -> None:
         """Record a step. The others follow slowly, since the machine and the contexts change for all."""
         if not 1 <= n_rows <= ROWS_MAX or seconds <= 0:
             return
-        ratio = min(seconds / self._monotone[n_rows - 1], _OUTLIER)
-        observed = ratio * self._monotone[n_rows - 1]
-        self._seconds = [each * (1 + _DRIFT_WEIGHT * (ratio - 1)) for each in self._seconds]
-        self._seconds[n_rows - 1] += _NEWEST_WEIGHT * (observed - self._seconds[n_rows - 1])
-        self._monotone = monotone(self._seconds)
+        expected = self._monotone[n_rows - 1] * self._scale
+        ratio = min(seconds / expected, _OUTLIER)
+        self._scale *= 1 + _DRIFT_WEIGHT * (ratio - 1)
+        observed = ratio * expected / self._scale
+        self._unscaled[n_rows - 1] += _NEWEST_WEIGHT * (observed - self._unscaled[n_rows - 1])
+        self._n_unread += 1
+        if self._n_unread >= _UNREAD_MAX:
+            self._read()
 
     def seconds(self, n_rows: int) -> float:
         """Return the expected seconds of a step with 1 to ROWS_MAX rows; never less than with fewer rows."""
-        return self._monotone[n_rows - 1]
+        if self._n_unread:
+            self._read()
+        return self._monotone[n_rows - 1] * self._scale
+
+    def _read(self) -> None:
+        self._monotone, self._n_unread = monotone(self._unscaled), 0
 
 
 def _interpolated(known: Sequence[tuple[int, float]], n: int) -> float:

@@ -56,6 +56,9 @@ class PredictionProposer:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request; see `Proposer`."""
+        if not any(request.source.prediction_token_ids for request in requests):
+            self.from_prediction.clear()
+            return self._other.propose(requests, budgets)
         drafts = [self._drafts(*each) for each in zip(requests, budgets, strict=True)]
         self.from_prediction = {r.ordinal for r, own in zip(requests, drafts, strict=True) if own}
         rest = [i for i, own in enumerate(drafts) if not own]

@@ -73,6 +73,8 @@ class EarlierOutputs:
 
     def matches(self, salt: str, key: Ngram) -> list[Match]:
         """Return the newest positions after an n-gram, newest first."""
+        if not self._after:
+            return []
         places = reversed(self._after.get((salt, key), ()))
         return [Match(self._outputs[number][1], at) for number, at in places]
 
@@ -113,7 +115,9 @@ class SuffixProposer(HostProposer):
     def _drafts(self, request: Request, budget: int) -> list[int]:
         index = self._own.index(request)
         matches = index.matches_of_end()
-        matches += self.earlier.matches(request.source.cache_salt, index.last_ngram())
+        matches += self.earlier.matches(request.source.cache_salt, index.last_ngram)
+        if not matches:
+            return []
         best, n = longest(matches, index.tokens, self._max_depth)
         budget = min(budget, int(self._max_spec_factor * n))
         return continuation(best, index.tokens, budget, self._min_token_prob)

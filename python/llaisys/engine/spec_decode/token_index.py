@@ -29,6 +29,8 @@ class TokenIndex:
     def __init__(self, n: int) -> None:
         self.n = n
         self.tokens: array[int] = array("i")
+        # The key of the last `n` tokens; empty for a shorter text, which no n-gram is.
+        self.last_ngram: Ngram = b""
         self._after: dict[Ngram, list[int]] = {}
 
     def extend(self, tokens: array[int]) -> None:
@@ -38,20 +40,18 @@ class TokenIndex:
         raw, after = self.tokens[begin - n :].tobytes(), self._after
         for end in range(begin, len(self.tokens) + 1):
             at = (end - begin) * _ITEM_BYTES
-            positions = after.setdefault(raw[at : at + n * _ITEM_BYTES], [])
+            self.last_ngram = ngram = raw[at : at + n * _ITEM_BYTES]
+            if (positions := after.get(ngram)) is None:
+                after[ngram] = [end]
+                continue
             positions.append(end)
             if len(positions) > OCCURRENCES_MAX:
                 del positions[0]
 
-    def last_ngram(self) -> Ngram:
-        """Return the key of the last `n` tokens; of a shorter text, one that no n-gram has."""
-        return ngram_before(self.tokens, len(self.tokens), min(self.n, len(self.tokens)))
-
     def matches_of_end(self) -> list[Match]:
         """Return the earlier positions after the last `n` tokens, newest first."""
-        end = len(self.tokens)
-        positions = reversed(self.positions_after(self.last_ngram()))
-        return [Match(self.tokens, at) for at in positions if at < end]
+        # The last position is the end itself.
+        return [Match(self.tokens, at) for at in self.positions_after(self.last_ngram)[-2::-1]]
 
     def positions_after(self, ngram: Ngram) -> Sequence[int]:
         """Return the newest positions after an n-gram of `n` tokens, ascending."""
