@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -219,3 +220,23 @@ def test_chats_while_one_replica_is_killed_and_all_are_replaced(cluster: Cluster
     for i, answer in crowd.answers:
         assert answer.text in (None, wanted[i].text)
     assert not {killed, staying} & replicas(http), "an update replaces every replica"
+
+
+@pytest.mark.long  # Ray looks at half a minute of load before it removes a replica
+def test_load_adds_a_replica_and_quiet_removes_it(cluster: Cluster) -> None:
+    http = cluster.http
+    load = {"num_replicas": None, "max_replicas": 2, "target_ongoing_requests": 2}
+    cluster.order(f"update {json.dumps({**load, 'upscale_delay_s': 0, 'downscale_delay_s': 1})}")
+    assert len(replicas(http)) == 1
+    crowd = Crowd(http)
+    with ThreadPoolExecutor(N_CLIENTS) as pool:
+        clients = [pool.submit(crowd.work, i) for i in range(N_CLIENTS)]
+        try:
+            block_until(lambda: len({answer.replica for _, answer in [*crowd.answers]}) == 2)
+        finally:
+            crowd.stop()
+        for client in clients:
+            client.result(timeout=END_S)
+    assert all(answer.text is not None for _, answer in crowd.answers)
+    block_until(lambda: len(replicas(http)) == 1)
+    assert len(replicas(http)) == 1
