@@ -34,7 +34,7 @@ class ServedModelConfig(BaseModel):
         description="accepted for compatibility, without effect: a model may always decide to call a tool",
     )
     tool_call_parser: (
-        Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek"] | None
+        Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2"] | None
     ) = Field(
         None,
         description="format in which the model writes tool calls (default: the one that its chat template "

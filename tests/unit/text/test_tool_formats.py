@@ -1,4 +1,4 @@
-"""Tool calls of Mistral, Qwen3-Coder, Llama (pythonic) and DeepSeek: parts, grammars, and their templates."""
+"""Tool calls of Mistral, Qwen3-Coder, Llama (pythonic), DeepSeek and LFM2: parts, grammars, templates."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def fenced(name: str, arguments: str) -> str:
 def plain(name: str, arguments: str) -> str:
     """Return a call in the format of DeepSeek V3.1."""
     return f"{OPEN}{name}{SEPARATOR}{arguments}{CLOSE}"
+
+
+def listed(calls: str) -> str:
+    """Return a list of calls in the format of LFM2."""
+    return f"<|tool_call_start|>[{calls}]<|tool_call_end|>"
 
 
 # Written by hand from the templates; none was recorded from a model.
@@ -140,6 +145,22 @@ CASES: dict[ToolFormat, dict[str, list[OutputPart]]] = {
         f"{ALL_OPEN}none": [C(f"{ALL_OPEN}none")],
         f"{OPEN}{'x' * 300}": [C(f"{OPEN}{'x' * 300}")],
     },
+    "lfm2": {
+        "1 <|tool_ 2": [C("1 <|tool_ 2")],
+        listed('weather(city="Genf é😀")'): [WEATHER],
+        f"I look. {listed('add(a=1, b=[2]), now()')} ok": [C("I look."), ADD, NOW, C("ok")],
+        listed("weather(city='<|tool_call_end|>')"): [ToolCall("weather", '{"city": "<|tool_call_end|>"}')],
+        listed(f"{item('weather', B)}, {item('add', A)}"): [WEATHER, ADD],
+        listed("now()").removesuffix("<|tool_call_end|>"): [NOW],
+        listed("now()").removesuffix("_end|>"): [NOW],
+        listed("now()") + listed("add(a=1, b=[2])"): [NOW, ADD],
+        listed("rm(a=1)"): [C(listed("rm(a=1)"))],
+        listed(item("rm", A)): [C(listed(item("rm", A)))],
+        listed(f"{item('add', A)}, 1"): [C(listed(f"{item('add', A)}, 1"))],
+        listed(""): [C(listed(""))],
+        "<|tool_call_start|>now()": [C("<|tool_call_start|>now()")],
+        "<|tool_call_start|>[now()] then": [C("<|tool_call_start|>[now()] then")],
+    },
 }
 
 # A completion that a token limit ended inside a call: complete calls and content, no markup.
@@ -171,9 +192,14 @@ CUT: dict[ToolFormat, dict[str, list[OutputPart]]] = {
         f"{ALL_OPEN}{OPEN}func": [],
         f"{ALL_OPEN}{plain('add', A)}{OPEN}ad": [ADD],
     },
+    "lfm2": {
+        "Hi <|tool_ca": [C("Hi")],
+        "<|tool_call_start|>[ad": [],
+        "<|tool_call_start|>[now(), add(a='": [],
+    },
 }
 FLAT = [(format, text, parts) for format, cases in CASES.items() for text, parts in cases.items()]
-FORMATS: list[ToolFormat] = ["mistral", "qwen3_coder", "pythonic", "deepseek"]
+FORMATS: list[ToolFormat] = ["mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2"]
 
 
 @pytest.mark.parametrize(("format", "text", "parts"), FLAT)
@@ -205,6 +231,18 @@ PIECES: dict[ToolFormat, list[str]] = {
     "qwen3_coder": ["<tool_call>", "</tool_call>", "<function=add>", "</function>", "</parameter>"],
     "pythonic": ["[", "]", "add", "(", ")", "a=", "1", "'", '"', "now()", "<|python_start|>"],
     "deepseek": [ALL_OPEN, ALL_CLOSE, OPEN, CLOSE, SEPARATOR, "function", "add", "```json", "```", A],
+    "lfm2": [
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        "[",
+        "]",
+        "now()",
+        "add(a=",
+        "1",
+        ")",
+        "'",
+        item("add", A),
+    ],
 }
 PIECES["qwen3_coder"] += ["<parameter=a>", "1", xml("now")]
 PIECES["pythonic"] += ["<|python_end|>"]
@@ -229,6 +267,7 @@ def test_a_long_call_in_small_pieces(format: ToolFormat) -> None:
         "qwen3_coder": xml("weather", city=city),
         "pythonic": f'[weather(city="{city}")]',
         "deepseek": plain("weather", f'{{"city": "{city}"}}'),
+        "lfm2": listed(f'weather(city="{city}")'),
     }[format]
     pieces = [text[at : at + 16] for at in range(0, len(text), 16)]
     assert parsed(tool_parser(format, TOOLS), pieces) == [ToolCall("weather", json.dumps({"city": city}))]
@@ -296,6 +335,12 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[str]]] = [
         ALL_OPEN + plain("weather", CITY) + plain("now", "{}") + ALL_CLOSE,
         [f"{ALL_OPEN}{plain('weather', '{}')}{ALL_CLOSE}", plain("now", "{}")],
     ),
+    (
+        "lfm2",
+        "",
+        listed('weather(city="Genf", unit="C", days=3), now()'),
+        [listed("weather()"), listed(""), "[now()]", listed('weather(city="a", days=10)')],
+    ),
 ]
 
 
@@ -345,6 +390,8 @@ def test_tags_that_are_special_tokens_are_written_as_tokens() -> None:
         ("{% if tools %}<tool_call>\n<function=example>\n<parameter=p>\n", "qwen3_coder"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
         (f"{{% if tools %}}{ALL_OPEN}{OPEN}", "deepseek"),
+        ("{% if tools %}List of tools: <|tool_list_start|>[", "lfm2"),
+        ("{% if tools %}List of tools: [ <|tool_call_start|>", "lfm2"),
         ("{% if tools %}in the format [func_name1(params_name1=params_value1...)]", "pythonic"),
         (
             'tools: {"name": function name, "parameters": dictionary of argument name and its value}.',

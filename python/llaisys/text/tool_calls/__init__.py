@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias
 
 from llaisys.output_parts import OutputParser
-from llaisys.text.tool_calls import deepseek, hermes, llama3, mistral, pythonic, qwen3_coder
+from llaisys.text.tool_calls import deepseek, hermes, lfm2, llama3, mistral, pythonic, qwen3_coder
 from llaisys.text.tool_calls.grammar import CALLS_MAX, CallGrammar, Schema
 
-ToolFormat: TypeAlias = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek"]
+ToolFormat: TypeAlias = Literal[
+    "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2"
+]
 
 __all__ = [
     "CALLS_MAX",
@@ -32,6 +34,7 @@ TOOL_TAGS: Mapping[ToolFormat, Collection[str]] = {
     "qwen3_coder": (qwen3_coder.OPEN, qwen3_coder.CLOSE),
     "pythonic": (),
     "deepseek": deepseek.TAGS,
+    "lfm2": (lfm2.OPEN, lfm2.CLOSE),
 }
 
 _PARSERS: Mapping[ToolFormat, Callable[[Mapping[str, Schema]], OutputParser]] = {
@@ -41,6 +44,7 @@ _PARSERS: Mapping[ToolFormat, Callable[[Mapping[str, Schema]], OutputParser]] = 
     "qwen3_coder": qwen3_coder.parser,
     "pythonic": pythonic.PythonicParser,
     "deepseek": deepseek.parser,
+    "lfm2": lfm2.parser,
 }
 
 
@@ -79,6 +83,8 @@ def _call_grammar(format: ToolFormat, template: str) -> CallGrammar:
             return qwen3_coder.GRAMMAR
         case "pythonic":
             return pythonic.GRAMMAR
+        case "lfm2":
+            return lfm2.GRAMMAR
         case "mistral":
             return mistral.ARGS_GRAMMAR if mistral.ARGS in template else mistral.LIST_GRAMMAR
         case "deepseek":
@@ -98,6 +104,8 @@ def tool_format_of(template: str) -> ToolFormat | None:
         return "mistral"
     if deepseek.OPEN in template:
         return "deepseek"
+    if "<|tool_list_start|>" in template or lfm2.OPEN in template:
+        return "lfm2"
     if "[func_name1(" in template:
         return "pythonic"
     if "<|python_tag|>" in template or '"parameters": dictionary of argument name' in template:

@@ -32,7 +32,7 @@ _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false":
 _DEPTH_MAX = 64
 
 
-def _rules(name: str, schema: Schema) -> list[str]:
+def keyword_rules(name: str, schema: Schema) -> list[str]:
     """Return the rules of keyword arguments in the order of the schema, separated by commas.
 
     `<name>_<i>`: the arguments from the i-th on, if none precedes; `<name>_<i>_more`: after another one.
@@ -49,7 +49,7 @@ def _rules(name: str, schema: Schema) -> list[str]:
     return [*lines, f'{name}_{last}: ""', f'{name}_{last}_more: ""']
 
 
-GRAMMAR = CallGrammar(before="{name}(", after=")", between=", ", begin="[", end="]", arguments=_rules)
+GRAMMAR = CallGrammar(before="{name}(", after=")", between=", ", begin="[", end="]", arguments=keyword_rules)
 
 
 class PythonicParser:
