@@ -429,3 +429,55 @@ def test_the_token_view_shows_its_probabilities(chat: Chat) -> None:
     assert request.value.post_data_json["continue_final_message"] is True
     chat.done()
     expect(chat.completion.locator(".tokens .unknown")).to_have_count(0)
+
+
+def test_reasoning_goes_on_after_a_reload(context: BrowserContext, tmp_path: Path) -> None:
+    """With this parser, everything before the end of the reasoning is reasoning."""
+    flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--reasoning-parser", "deepseek_r1")
+    with serving(tmp_path, MODEL, *flags) as server:
+        chat = Chat.open(context, server.url)
+        turn_on(chat)
+        chat.with_fields(RESPONSES, **ENDLESS)
+        chat.send("Hello")
+        reasoning = chat.completion.locator("details .body")
+        for is_reloaded in (False, True, True):
+            if is_reloaded:
+                chat.reload()
+            chat.completion.get_by_text("Thinking").click()
+            expect(reasoning).not_to_be_empty()
+            n_characters = len(reasoning.inner_text())
+            chat.wait_for(lambda n=n_characters: len(reasoning.inner_text()) > n)
+        stop(chat, server)
+        chat.settle()
+        kept = messages(chat)[-1]
+        assert kept["content"] == ""
+        n_tokens = kept["usage"]["completionTokens"]
+        body = {"messages": [{"role": "user", "content": "Hello"}], **ENDLESS, "max_tokens": n_tokens}
+        whole = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert whole["reasoning_content"].startswith(kept["reasoning"])
+        assert kept["reasoning"]
+        assert chat.complaints == []
+
+
+def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: Path) -> None:
+    """The page is reloaded while the model writes the call, whose result is then sent in the background."""
+    text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 300, "maxLength": 320}}}
+    note = {"type": "function", "name": "note", "parameters": {**text, "required": ["text"]}}
+    flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--tool-call-parser", "hermes")
+    with serving(tmp_path, MODEL, *flags) as server:
+        chat = Chat.open(context, server.url)
+        turn_on(chat)
+        chat.with_fields(RESPONSES, temperature=0, tools=[note], tool_choice="required")
+        chat.send("Hello")
+        id = response_id(chat)
+        chat.reload()
+        assert server.http.get(f"/v1/responses/{id}").json()["status"] in ("queued", "in_progress")
+        expect(chat.completion.get_by_role("region", name="Tool call note")).to_be_visible()
+        chat.done()
+        chat.completion.get_by_label("Result of note").fill("Written")
+        chat.with_fields(RESPONSES, temperature=0, max_output_tokens=4)
+        chat.button("Send results").click()
+        expect(chat.page.get_by_role("article", name="Tool").locator(".bubble")).to_have_text("Written")
+        chat.done()
+        expect(chat.text).not_to_be_empty()
+        assert chat.complaints == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -154,6 +155,23 @@ async def test_a_disconnected_client_does_not_end_the_response(
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     assert not engine.calls[0].ended
+    engine.gate.set()
+    assert (await has_ended(client, "resp_mine"))["status"] == "completed"
+
+
+async def test_a_client_that_disconnects_before_the_begin_finds_the_response(
+    engine: AbortableService, client: httpx.AsyncClient, state: ServerState, store: ResponseStore
+) -> None:
+    """As a page does that is reloaded at once. The response begins when the store has saved it."""
+    may_save = threading.Event()
+    saving = asyncio.to_thread(store._file.writer.run_blocking, lambda db: may_save.wait())  # noqa: ARG005
+    waiting = asyncio.ensure_future(saving)
+    work = asyncio.ensure_future(client.post(URL, json={**BODY, "stream": True, "request_id": "mine"}))
+    await until(lambda: state.background.find("", "resp_mine") is not None)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    may_save.set()
+    await waiting
     engine.gate.set()
     assert (await has_ended(client, "resp_mine"))["status"] == "completed"
 

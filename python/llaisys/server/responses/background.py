@@ -114,8 +114,10 @@ class BackgroundRun:
     async def begin(self) -> Response | None:
         """Wait until the run has begun. Return the error response of one that has not, or raise its error."""
         opened = asyncio.ensure_future(self._opened.wait())
-        await asyncio.wait({opened, self.task}, return_when=asyncio.FIRST_COMPLETED)
-        opened.cancel()
+        try:
+            await asyncio.wait({opened, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opened.cancel()
         if self.has_begun:
             return None
         self.task.result()
@@ -188,8 +190,12 @@ class BackgroundRuns:
             )
 
     def add(self, owner: str, id: str, run: BackgroundRun) -> None:
-        """Keep a run that was started after `check`."""
+        """Keep a run that was started after `check`, unless it ends before it has begun.
+
+        Its client may disconnect before that, and find it later.
+        """
         self._runs[owner, id] = run
+        run.task.add_done_callback(lambda _: None if run.has_begun else self.remove(owner, id))
         ended = [key for key, each in self._runs.items() if each.events.is_over]
         for key in ended[: max(0, len(ended) - ENDED_RUNS_MAX)]:
             del self._runs[key]

@@ -101,11 +101,7 @@ async def _start(
     response = chat.response(request, record.builder, {}, deltas).collected().as_stream()
     run = BackgroundRun(record.kept(response), record.builder.response, response.cancel)
     runs.add(owner, id, run)
-    try:
-        rejection = await run.begin()
-    finally:
-        if not run.has_begun:
-            runs.remove(owner, id)
+    rejection = await run.begin()
     if rejection is not None:
         return rejection
     return EventStream(request, run, 0, headers) if chat.options.stream else _json(run.snapshot(), headers)
