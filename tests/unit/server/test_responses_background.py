@@ -164,7 +164,7 @@ async def test_a_client_that_disconnects_before_the_begin_finds_the_response(
 ) -> None:
     """As a page does that is reloaded at once. The response begins when the store has saved it."""
     may_save = threading.Event()
-    saving = asyncio.to_thread(store._file.writer.run_blocking, lambda db: may_save.wait())  # noqa: ARG005
+    saving = asyncio.to_thread(store._file.writer.run_blocking, lambda _: may_save.wait())
     waiting = asyncio.ensure_future(saving)
     work = asyncio.ensure_future(client.post(URL, json={**BODY, "stream": True, "request_id": "mine"}))
     await until(lambda: state.background.find("", "resp_mine") is not None)
