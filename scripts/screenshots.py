@@ -37,7 +37,8 @@ def complete(chat: Chat, message: str, max_tokens: int) -> None:
     """Send a message and wait for its greedy completion."""
     chat.reach_server()
     chat.with_fields(temperature=0, max_tokens=max_tokens)
-    chat.send(message)
+    chat.page.get_by_role("textbox", name="Message").fill(message)
+    chat.button("Send").click()  # Enter breaks the line on a phone
     expect(chat.completion.locator(".usage")).to_be_visible(timeout=120_000)
 
 
