@@ -20,9 +20,9 @@ pub use temp_folder::TempFolder;
 
 /// The golden folder `name`: in the source, or next to a binary that was copied elsewhere (`benches/gpu/bundle.py`).
 pub fn golden(name: &str) -> PathBuf {
-    let beside = std::env::current_exe().unwrap().with_file_name("goldens").join(name);
-    if beside.is_dir() {
-        return beside;
+    let copied = std::env::current_exe().unwrap().with_file_name("goldens").join(name);
+    if copied.is_dir() {
+        return copied;
     }
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name)
 }

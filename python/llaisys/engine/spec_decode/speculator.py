@@ -77,8 +77,6 @@ class Speculator:
             if drafts := _before_stop(tokens, request.stop_ids):
                 proposed[request.ordinal] = drafts
                 self._proposed[request.ordinal] = (len(request.token_ids), drafts)
-        if not proposed:
-            return {}
         planned = self._planner.plan(len(running), {ordinal: len(each) for ordinal, each in proposed.items()})
         return {ordinal: proposed[ordinal][:n] for ordinal, n in planned.items()}
 

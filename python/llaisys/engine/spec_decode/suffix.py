@@ -73,8 +73,6 @@ class EarlierOutputs:
 
     def matches(self, salt: str, key: Ngram) -> list[Match]:
         """Return the newest positions after an n-gram, newest first."""
-        if not self._after:
-            return []
         places = reversed(self._after.get((salt, key), ()))
         return [Match(self._outputs[number][1], at) for number, at in places]
 

@@ -12,7 +12,13 @@ from collections.abc import Collection
 from llaisys.output_parts import ToolCall
 from llaisys.text.tool_calls.grammar import CallGrammar
 from llaisys.text.tool_calls.pythonic import keyword_rules, parsed_calls
-from llaisys.text.tool_calls.scanning import BracketEnd, Scan, TagParser, json_value, named_call
+from llaisys.text.tool_calls.scanning import (
+    BracketEnd,
+    EnclosedScanner,
+    TagParser,
+    json_value,
+    object_call,
+)
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 GRAMMAR = CallGrammar(
@@ -22,35 +28,14 @@ GRAMMAR = CallGrammar(
 
 def parser(names: Collection[str]) -> TagParser:
     """Return a parser of one completion."""
-    return TagParser([OPEN], lambda: _Calls(names))
 
+    def parse(text: str) -> list[ToolCall] | None:
+        return parsed_calls(text, names) or _json_calls(text, names)
 
-class _Calls:
-    """A CallScanner. At the end of a completion, a list without its closing tag counts."""
+    def scanner() -> EnclosedScanner:
+        return EnclosedScanner(OPEN, CLOSE, "[", parse, BracketEnd(opens="[{(", quotes="\"'"))
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._list = BracketEnd(opens="[{(", quotes="\"'")
-
-    def scan(self, text: str, *, is_end: bool) -> Scan | None:
-        """See CallScanner."""
-        body = text[len(OPEN) :].lstrip()
-        if not body:
-            return None
-        if body[0] != "[":
-            return Scan(len(OPEN))
-        end = self._list.find(body)
-        if end is None:
-            return None
-        rest = body[end:].lstrip()
-        if not rest.startswith(CLOSE):
-            if not CLOSE.startswith(rest):
-                return Scan(len(text) - len(rest))
-            if not is_end:
-                return None
-        calls = parsed_calls(body[:end], self._names) or _json_calls(body[:end], self._names)
-        n = len(text) - len(rest) + min(len(CLOSE), len(rest))
-        return Scan(n, None if calls is None else tuple(calls))
+    return TagParser([OPEN], scanner)
 
 
 def _json_calls(text: str, names: Collection[str]) -> list[ToolCall] | None:
@@ -59,9 +44,6 @@ def _json_calls(text: str, names: Collection[str]) -> list[ToolCall] | None:
         given = json_value(text)
     except (ValueError, RecursionError):
         return None
-    found = [
-        named_call(each.get("name"), each.get("arguments"), names) if isinstance(each, dict) else None
-        for each in (given if isinstance(given, list) else [])
-    ]
+    found = [object_call(each, "arguments", names) for each in given] if isinstance(given, list) else []
     calls = [call for call in found if call is not None]
     return calls if calls and len(calls) == len(found) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from llaisys.output_parts import Content, OutputPart, ToolCall
@@ -139,6 +139,43 @@ class TagParser:
             self._after_call = False
 
 
+@dataclass(slots=True)
+class EnclosedScanner:
+    """A CallScanner of calls in brackets between two tags.
+
+    At the end of a completion, calls without the closing tag count.
+
+    - `brackets`: finds the end of the calls; `first`: the bracket that begins them.
+    - `parse`: returns the calls in a text from the first to the last bracket, or None if it is content.
+    """
+
+    open: str
+    close: str
+    first: str
+    parse: Callable[[str], Sequence[ToolCall] | None]
+    brackets: BracketEnd = field(default_factory=BracketEnd)
+
+    def scan(self, text: str, *, is_end: bool) -> Scan | None:
+        """See CallScanner."""
+        body = text[len(self.open) :].lstrip()
+        if not body:
+            return None
+        if body[0] != self.first:
+            return Scan(len(self.open))
+        end = self.brackets.find(body)
+        if end is None:
+            return None
+        rest = body[end:].lstrip()
+        if not rest.startswith(self.close):
+            if not self.close.startswith(rest):
+                return Scan(len(text) - len(rest))
+            if not is_end:
+                return None
+        calls = self.parse(body[:end])
+        n = len(text) - len(rest) + min(len(self.close), len(rest))
+        return Scan(n, None if calls is None else tuple(calls))
+
+
 def json_value(text: str) -> object:
     """Return the value of a JSON text. Raises ValueError or RecursionError."""
     value: object = json.loads(text, parse_constant=_reject_constant)
@@ -148,9 +185,13 @@ def json_value(text: str) -> object:
 def json_call(text: str, key: str, names: Collection[str]) -> ToolCall | None:
     """Return the call that a JSON object contains: its name, and its arguments in the field `key`."""
     try:
-        given = json_value(text)
+        return object_call(json_value(text), key, names)
     except (ValueError, RecursionError):
         return None
+
+
+def object_call(given: object, key: str, names: Collection[str]) -> ToolCall | None:
+    """Return the call that a parsed JSON object contains, as `json_call`; None for any other value."""
     if not isinstance(given, dict):
         return None
     return named_call(given.get("name"), given.get(key), names)
