@@ -19,6 +19,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,34 +88,31 @@ def rms(values: Sequence[NDArray[np.float64]]) -> float:
 
 
 def compare(folder: Path, prompts: Sequence[Ids], n_tokens: int, dry_run: bool) -> dict[str, Any]:
-    """Measure one row. The two references and our engine have the GPU one after the other."""
-    refers = reference(folder, "bfloat16", dry_run)
+    """Measure one row. A reference frees its memory, also after an error, for the next row."""
     groups = [list(group) for _, group in itertools.groupby(prompts, len)]
-    want = [ids for group in groups for ids in refers.continued(group, n_tokens)]
-    fed = [prompt + ids for prompt, ids in list(zip(prompts, want, strict=True))[::FED_EVERY]]
     params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
     settings = {
         "max_model_len": 512,
         "num_kv_cells": 512 * len(prompts) // 2,
         "max_num_seqs": len(prompts),
     }
-    with ours(folder, **settings) as llm:
-        results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        got = [list(result.outputs[0].token_ids) for result in results]
-        of_ours = our_logprobs(llm, fed)
-    firsts = [first_difference(*both) for both in zip(want, got, strict=True)]
-    parted = {i: first for i, first in enumerate(firsts) if first is not None}
-    before = {i: prompts[i] + want[i][:first] for i, first in parted.items()}
-    rounded = {i: refers.logits(ids)[-1] for i, ids in before.items()}
-    of_rounded = [logprobs(refers.logits(ids), ids) for ids in fed]
-    name = refers.name
-    refers.close()
-    judge = reference(folder, "float32", dry_run)
-    gaps = {i: gap_of(got[i][parted[i]], rounded[i], judge.logits(ids)[-1]) for i, ids in before.items()}
-    of_exact = [logprobs(judge.logits(ids), ids) for ids in fed]
-    judge.close()
+    with closing(reference(folder, "bfloat16", dry_run)) as refers:
+        want = [ids for group in groups for ids in refers.continued(group, n_tokens)]
+        fed = [prompt + ids for prompt, ids in list(zip(prompts, want, strict=True))[::FED_EVERY]]
+        with ours(folder, **settings) as llm:
+            results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            got = [list(result.outputs[0].token_ids) for result in results]
+            of_ours = our_logprobs(llm, fed)
+        firsts = [first_difference(*both) for both in zip(want, got, strict=True)]
+        parted = {i: first for i, first in enumerate(firsts) if first is not None}
+        before = {i: prompts[i] + want[i][:first] for i, first in parted.items()}
+        rounded = {i: refers.logits(ids)[-1] for i, ids in before.items()}
+        of_rounded = [logprobs(refers.logits(ids), ids) for ids in fed]
+    with closing(reference(folder, "float32", dry_run)) as judge:
+        gaps = {i: gap_of(got[i][parted[i]], rounded[i], judge.logits(ids)[-1]) for i, ids in before.items()}
+        of_exact = [logprobs(judge.logits(ids), ids) for ids in fed]
     values: dict[str, Any] = {
-        "reference": name,
+        "reference": refers.name,
         "equal": f"{len(prompts) - len(parted)} of {len(prompts)}",
         "parted": len(parted),
         "worst_gap": max(gaps.values(), default=0.0),
