@@ -75,7 +75,7 @@ def planted(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_a_dry_run_counts_cases_on_the_emulator(program: Path, tmp_path: Path) -> None:
-    ran = dry_run(tmp_path, program, "--only", "product::")
+    ran = dry_run(tmp_path, program, "--only", "product::products")
     assert ran.returncode == DONE, ran.stdout + ran.stderr
     (row,) = state_of(tmp_path)["rows"].values()
     # Ten numbers of rows, each with two result types; the shapes of models are left for a GPU.
@@ -92,7 +92,7 @@ def test_a_dry_run_counts_cases_on_the_emulator(program: Path, tmp_path: Path) -
 def test_the_same_tests_run_on_a_fake_gpu(program: Path, tmp_path: Path, fake_cuda: dict[str, str]) -> None:
     """Only the driver is fake; the code that opens and calls it is not."""
     variables = {"LLAISYS_TEST_DEVICE": "gpu-small", "TMPDIR": fake_cuda["LLAISYS_CUDA_LIB_DIR"]}
-    for only in ("product::", "copy_cells"):
+    for only in ("product::products", "copy_cells"):
         ran = dry_run(tmp_path, program, "--only", only, **fake_cuda, **variables)
         assert ran.returncode == DONE, ran.stdout + ran.stderr
     rows = state_of(tmp_path)["rows"]
@@ -118,7 +118,7 @@ def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tm
 
 @pytest.mark.long
 def test_an_unknown_device_fails_every_test(program: Path, tmp_path: Path) -> None:
-    ran = dry_run(tmp_path, program, "--only", "product::", LLAISYS_TEST_DEVICE="cloud")
+    ran = dry_run(tmp_path, program, "--only", "product::products", LLAISYS_TEST_DEVICE="cloud")
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     (failed,) = state_of(tmp_path)["failed"].values()
     assert "LLAISYS_TEST_DEVICE=cloud: emulator, gpu or gpu-small" in failed["reason"]
