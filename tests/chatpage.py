@@ -72,6 +72,9 @@ FEED = """
 })();
 """
 
+# Of a list that scrolls: whether its end is in view. Heights are rounded.
+AT_END = "(list) => list.scrollTop > 0 && list.scrollHeight - list.scrollTop - list.clientHeight <= 1"
+
 # Counts nodes that are added or removed in completions.
 # `window.touched()` returns the count since its last call.
 COUNT = """

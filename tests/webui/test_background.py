@@ -469,9 +469,10 @@ def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: 
         turn_on(chat)
         chat.with_fields(RESPONSES, temperature=0, tools=[note], tool_choice="required")
         chat.send("Hello")
-        id = response_id(chat)
+        path = f"/v1/responses/{response_id(chat)}"
+        chat.wait_for(lambda: server.http.get(path).is_success)  # the page chooses the id before it sends it
         chat.reload()
-        assert server.http.get(f"/v1/responses/{id}").json()["status"] in ("queued", "in_progress")
+        assert server.http.get(path).json()["status"] in ("queued", "in_progress")
         expect(chat.completion.get_by_role("region", name="Tool call note")).to_be_visible()
         chat.done()
         chat.completion.get_by_label("Result of note").fill("Written")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from chatpage import COMPLETIONS, Chat
+from chatpage import AT_END, COMPLETIONS, Chat
 
 PARAGRAPHS = [f"paragraph {i} of a long completion with some words in it\n\n" for i in range(80)]
 
@@ -23,17 +23,20 @@ def test_the_view_follows_the_first_completion_of_a_new_chat(fed: Chat) -> None:
     expect(fed.completion.locator("footer")).to_be_in_viewport()
 
 
-def test_a_view_that_was_scrolled_up_stays_and_offers_the_end(fed: Chat) -> None:
+@pytest.mark.parametrize("wheel_px", [400, 20])
+def test_a_view_that_was_scrolled_up_stays_and_offers_the_end(fed: Chat, wheel_px: int) -> None:
+    """Also by less than what counts as the end."""
     fed.send("q")
     fed.feed("".join(PARAGRAPHS[:30]))
     region = conversation(fed.page)
-    expect(fed.text.locator(".block").last).to_be_in_viewport()
+    fed.wait_for(lambda: region.evaluate(AT_END))
+    top = region.evaluate("(list) => list.scrollTop") - wheel_px
     region.hover()
-    fed.page.mouse.wheel(0, -400)
-    expect(fed.button("To the end")).to_be_visible()
-    top = region.evaluate("(element) => element.scrollTop")
+    fed.page.mouse.wheel(0, -wheel_px)
+    # The wheel scrolls over several frames.
+    fed.wait_for(lambda: region.evaluate("(list) => list.scrollTop") == top)
     fed.feed(*PARAGRAPHS[30:40])
-    assert region.evaluate("(element) => element.scrollTop") == top
+    assert region.evaluate("(list) => list.scrollTop") == top
     fed.button("To the end").click()
     expect(fed.text.locator(".block").last).to_be_in_viewport()
     expect(fed.button("To the end")).to_have_count(0)
