@@ -24,6 +24,9 @@ _MEASURED_ROWS = (1, 8, 4, 2, 16)
 _MEASURE_S = 0.5
 # Steps without drafts after which a proposer that takes time is tried again.
 _STEPS_BETWEEN_PROBES = 32
+# After `_MISSES_MAX` empty proposals in a row, one step in `_STEPS_BETWEEN_LOOKS` looks for drafts of the
+# request. Text without repeats then costs a quarter, and a repeat is found at most three tokens later.
+_MISSES_MAX, _STEPS_BETWEEN_LOOKS = 8, 4
 
 
 class Speculator:
@@ -39,6 +42,8 @@ class Speculator:
         self._max_drafts = max_drafts
         # By ordinal: the newest proposal, and the number of tokens that it follows.
         self._proposed: dict[int, tuple[int, list[int]]] = {}
+        # By ordinal: proposals in a row that were empty.
+        self._n_misses: dict[int, int] = {}
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted_per_pos = [0] * max_drafts
         self._n_steps_without = 0
@@ -62,7 +67,9 @@ class Speculator:
         for request in running:
             self._observe(request)
             budget = min(self._max_drafts, request.token_limit - len(request.token_ids) - 1)
-            if request.num_missing == 1 and request.num_output and request.pool is None and budget > 0:
+            if budget <= 0 or not self._is_due(request):
+                continue
+            if request.num_missing == 1 and request.num_output and request.pool is None:
                 requests.append(request)
                 budgets.append(budget)
         self._proposed.clear()
@@ -77,6 +84,9 @@ class Speculator:
             if drafts := _before_stop(tokens, request.stop_ids):
                 proposed[request.ordinal] = drafts
                 self._proposed[request.ordinal] = (len(request.token_ids), drafts)
+                self._n_misses.pop(request.ordinal, None)
+            else:
+                self._n_misses[request.ordinal] = self._n_misses.get(request.ordinal, 0) + 1
         planned = self._planner.plan(len(running), {ordinal: len(each) for ordinal, each in proposed.items()})
         return {ordinal: proposed[ordinal][:n] for ordinal, n in planned.items()}
 
@@ -109,6 +119,7 @@ class Speculator:
     def finish(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
         self._proposed.pop(request.ordinal, None)
+        self._n_misses.pop(request.ordinal, None)
         self._planner.finish(request.ordinal)
         self._proposer.finish(request)
 
@@ -120,6 +131,12 @@ class Speculator:
             "spec_decode_num_accepted_tokens": sum(self._accepted_per_pos),
             "spec_decode_num_accepted_tokens_per_pos": tuple(self._accepted_per_pos),
         }
+
+    def _is_due(self, request: Request) -> bool:
+        """Return whether to propose for a request now. A proposer that takes time is planned apart."""
+        if self._proposer.seconds_per_draft or self._n_misses.get(request.ordinal, 0) < _MISSES_MAX:
+            return True
+        return (len(request.token_ids) + request.ordinal) % _STEPS_BETWEEN_LOOKS == 0
 
     def _observe(self, request: Request) -> None:
         """Compare the newest proposal of a request with the tokens that it got since."""

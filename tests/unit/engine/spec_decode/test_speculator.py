@@ -81,6 +81,33 @@ def test_unused_proposals_are_compared_with_the_output() -> None:
     assert made._planner.acceptance(1).first < 0.4
 
 
+class Late(Rounds):
+    """Proposes only for a text of 40 tokens or more. `asked_at`: lengths of the texts at its calls."""
+
+    def __init__(self) -> None:
+        self.asked_at: list[int] = []
+
+    def _drafts(self, request: Request, budget: int) -> list[int]:
+        n = len(request.token_ids)
+        self.asked_at.append(n)
+        return super()._drafts(request, budget) if n >= 40 else []
+
+
+def test_a_text_without_proposals_is_looked_at_in_one_of_four_steps() -> None:
+    proposer = Late()
+    made = Speculator(proposer, DraftPlanner(CostCurve({1: 1.0})), 4)
+    request = decoding(1)
+    while len(request.token_ids) < 46:
+        made.propose([request], 8, None)
+        request.token_ids.append(1)
+        request.num_computed += 1
+    assert proposer.asked_at == [*range(6, 14), *range(15, 40, 4), *range(43, 46)]
+    made.finish(request)
+    again = decoding(1)
+    made.propose([again], 8, None)
+    assert proposer.asked_at[-1] == len(again.token_ids)
+
+
 def test_totals_count_accepted_drafts_by_position() -> None:
     made = speculator()
     request = decoding(1, prediction_token_ids=PERIOD)
