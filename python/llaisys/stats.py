@@ -99,6 +99,8 @@ class EngineStats:
     - Of the `kv_cells`, `kv_cells_used` are used by running requests or pinned by sessions
       (`kv_cells_session`), `kv_cells_free` are free, and the others can be evicted. `kv_cells_retained` are
       in the prefix cache, whether used or not.
+    - `recurrent_states_cached`: recurrent states that the prefix cache keeps, at most `recurrent_states_max`.
+      Both are 0 for a model without recurrent layers.
     - `prefix_query_tokens`: prompt tokens of all admitted requests. `prefix_hit_tokens`: those found in the
       cache.
     - `external_query_tokens`: prompt tokens looked up in the disk tier of the prefix cache, which are those
@@ -127,6 +129,8 @@ class EngineStats:
     kv_cells_retained: int = 0
     kv_cells_free: int = 0
     kv_cells_session: int = 0
+    recurrent_states_cached: int = 0
+    recurrent_states_max: int = 0
     num_sessions: int = 0
     num_preempted: int = 0
     num_violations: int = 0

@@ -60,6 +60,7 @@ def test_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert answers.keys() == alone.keys()
         assert not wrong, f"{setting}, seed {SEED}: {len(wrong)} choices differ, the first is {wrong[0]}"
         assert stats.prefix_hit_tokens > 0
+        assert 0 < stats.recurrent_states_cached <= stats.recurrent_states_max == n_kept
         preempted, evicted = preempted + stats.num_preempted, evicted + stats.num_evicted_cells
     assert min(preempted, evicted) > 0
 

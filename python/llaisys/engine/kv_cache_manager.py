@@ -87,6 +87,8 @@ class KvCacheManager:
             "kv_cells_used": self._limits.n_cells - n_free - n_evictable,
             "kv_cells_retained": sum(map(self.prefix_cache.n_cached, streams)),
             "kv_cells_free": n_free,
+            "recurrent_states_cached": self.prefix_cache.n_states,
+            "recurrent_states_max": self.prefix_cache.n_states_max or 0,
         }
 
     def check(self, running: Sequence[Request]) -> None:

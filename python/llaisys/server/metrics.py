@@ -62,6 +62,12 @@ def _cells(stats: ServiceStats) -> dict[str, int]:
     return {"used": used, "cached": stats.engine.kv_cells - used - free, "free": free}
 
 
+def _states(stats: ServiceStats) -> dict[str, int]:
+    """Return the number of recurrent states of the prefix cache, by state."""
+    cached = stats.engine.recurrent_states_cached
+    return {"cached": cached, "free": stats.engine.recurrent_states_max - cached}
+
+
 def _finished(stats: ServiceStats) -> dict[str, int]:
     """Return the count of every reason, including 0, so that rates exist before its first occurrence."""
     return {reason.value: stats.finished.get(reason.value, 0) for reason in FinishReason}
@@ -166,6 +172,13 @@ BY_LABEL: tuple[tuple[type[_Family], str, str, str, Callable[[ServiceStats], Map
         _accepted_by_position,
     ),
     (GaugeMetricFamily, "llaisys:kv_cells", "KV cells (one token each), by state.", "state", _cells),
+    (
+        GaugeMetricFamily,
+        "llaisys:recurrent_states",
+        "Recurrent states that the prefix cache can keep, by state; 0 for a model without recurrent layers.",
+        "state",
+        _states,
+    ),
 )
 HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...] = (
     (

@@ -80,6 +80,8 @@ METRICS: list[tuple[str, dict[str, str], float]] = [
     ("llaisys:kv_cells", {"state": "used"}, 25),
     ("llaisys:kv_cells", {"state": "cached"}, 45),
     ("llaisys:kv_cells", {"state": "free"}, 30),
+    ("llaisys:recurrent_states", {"state": "cached"}, 7),
+    ("llaisys:recurrent_states", {"state": "free"}, 9),
 ]
 
 
