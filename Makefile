@@ -138,8 +138,8 @@ bench-load: model ## measure time and memory of loading a model; results in benc
 bench-serve: model ## benchmark a running server: first token, per token, throughput
 	$(PY) benches/server.py load $(ARGS)
 
-bench-server: model ## benchmark overload, /health under large bodies and grammar masks (6 minutes); prints the goals
-	$(PY) benches/server.py overload health mask $(ARGS)
+bench-server: model ## benchmark overload, /health under large bodies, grammar masks and what HTTP adds to a step (8 minutes)
+	$(PY) benches/server.py overload health mask streams lag $(ARGS)
 
 attack: model ## run every case of tests/attack on one server: /livez, another key's stream, memory (ARGS="--only WORD")
 	$(PY) benches/attack.py $(ARGS)

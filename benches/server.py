@@ -1,10 +1,10 @@
 """Benchmark a running server with the client of `llaisys bench serve`.
 
-usage: server.py load|overload|health|mask ... [--seconds 40] [--concurrency 1 4 16] [--url URL]
+usage: server.py load|overload|health|mask|streams|lag ... [--seconds 40] [--concurrency 1 4 16] [--url URL]
 
 - `load`: time to ready, then first token, per token and throughput by concurrency (`make bench-serve`);
   `--url` measures a server that is already running.
-- `overload`, `health`, `mask`: see benches/server_*.py (`make bench-server`).
+- `overload`, `health`, `mask`, `streams`, `lag`: see benches/server_*.py (`make bench-server`).
 
 Each step starts its own server with SmolLM2. It appends a JSON line with the machine's name to
 benches/results/serve.jsonl (load) or server.jsonl.
@@ -29,6 +29,7 @@ from server_health import health
 from server_mask import mask
 from server_overload import overload
 from server_process import own_server
+from server_streams import lag, streams
 
 KEPT = ("max_concurrency", "completed", "failed", "output_throughput", "client")
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -80,6 +81,8 @@ STEPS: Mapping[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "overload": lambda arguments: overload(arguments.seconds),
     "health": lambda arguments: health(arguments.seconds / 2),
     "mask": lambda _: mask(),
+    "streams": lambda _: streams(),
+    "lag": lambda _: lag(),
 }
 
 

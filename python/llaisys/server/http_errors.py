@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope, Send
@@ -43,6 +44,8 @@ ANTHROPIC_KINDS = {
 }
 # The status with which Anthropic's API says that it is overloaded.
 ANTHROPIC_OVERLOADED = 529
+
+_encoder = msgspec.json.Encoder()
 
 
 class ApiError(HTTPException):
@@ -269,8 +272,11 @@ def too_many_requests_per_minute(limit: int, wait_s: int) -> ApiError:
 
 def to_json(value: Any) -> bytes:
     """Return compact JSON in UTF-8. A lone surrogate, which JSON escapes allow, is written as an escape."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:  # a lone surrogate, which msgspec refuses
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
