@@ -6,18 +6,33 @@ use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp
 use crate::model_files::{TempFolder, check};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
+use llaisys_core::load::encoder::{EncoderCheckpoint, Part};
+use llaisys_core::load::folder::ModelFolder;
 use llaisys_core::load::gguf::Header;
 use llaisys_core::load::tokenizer_json;
+use llaisys_core::threads::Pool;
 
 /// The last one must fail. It verifies that failures are detected.
-pub const NAMES: [&str; 10] =
-    ["safetensors", "fp8", "packed", "gguf", "index", "config", "generation", "tokenizer", "batch", "canary"];
+pub const NAMES: [&str; 11] = [
+    "safetensors",
+    "fp8",
+    "packed",
+    "gguf",
+    "index",
+    "config",
+    "encoder",
+    "generation",
+    "tokenizer",
+    "batch",
+    "canary",
+];
 
 pub fn find(name: &str) -> Target {
     let (kind, file) = match name {
         "safetensors" | "fp8" | "packed" => (Kind::Folder, "model.safetensors"),
         "index" => (Kind::Folder, "model.safetensors.index.json"),
         "config" => (Kind::Folder, "config.json"),
+        "encoder" => (Kind::Encoder, "config.json"),
         "generation" => (Kind::Folder, "generation_config.json"),
         "gguf" => (Kind::Gguf, "x.gguf"),
         "tokenizer" => (Kind::Tokenizer, "tokenizer.json"),
@@ -36,6 +51,12 @@ pub fn find(name: &str) -> Target {
         folder.write_sharded(&scratch, 2);
     } else {
         folder.write(&scratch);
+    }
+    if name == "encoder" {
+        scratch.write(
+            "model.safetensors",
+            include_bytes!("../../tests/data/goldens/bert_embed_f32/model.safetensors"),
+        );
     }
     Target { name: name.to_owned(), kind, file, scratch }
 }
@@ -66,6 +87,8 @@ const ARCHITECTURES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 enum Kind {
     Folder,
+    /// The configuration of an encoder. Its tensors are those of BERT.
+    Encoder,
     Gguf,
     Tokenizer,
     Batch,
@@ -85,6 +108,13 @@ impl Target {
         match self.kind {
             Kind::Tokenizer => drop(tokenizer_json::check(input)),
             Kind::Batch => run_batch(input),
+            Kind::Encoder => {
+                self.scratch.write(self.file, input);
+                let folder = ModelFolder::open(self.scratch.path()).expect("the folder exists");
+                if let Ok(Some(checkpoint)) = EncoderCheckpoint::open(&folder, self.scratch.path()) {
+                    check_encoder(&checkpoint);
+                }
+            }
             // Allocates twice the bound for inputs that begin with an odd byte.
             Kind::Canary => drop(vec![0_u8; input.first().map_or(0, |b| usize::from(b % 2) * (128 << 20))]),
             Kind::Folder | Kind::Gguf => {
@@ -113,6 +143,13 @@ impl Target {
             Kind::Folder if self.name == "safetensors" => {
                 ARCHITECTURES.map(|name| safetensors(&Folder::small(name).tensors)).into()
             }
+            Kind::Encoder => [
+                &include_bytes!("../../tests/data/goldens/bert_embed_f32/config.json")[..],
+                include_bytes!("../../tests/data/goldens/modernbert_embed_bf16/config.json"),
+                include_bytes!("../../tests/data/goldens/xlm_roberta_rerank_f16/config.json"),
+            ]
+            .map(<[u8]>::to_vec)
+            .into(),
             Kind::Folder if self.file == "config.json" => {
                 let mut seeds: Vec<Vec<u8>> = ARCHITECTURES
                     .map(|name| serde_json::to_vec(&Folder::small(name).config).expect("it is JSON"))
@@ -141,6 +178,25 @@ fn small_tokenizer() -> Vec<u8> {
 "post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>"}},{"Sequence":{"id":"A","type_id":0}}],"special_tokens":{"<s>":{"ids":[3]}}},
 "decoder":{"type":"ByteLevel"},"model":{"type":"BPE","dropout":null,"vocab":{"a":0,"b":1,"ab":2},"merges":["a b",["a","b"]]}}"#
         .to_vec()
+}
+
+/// Reads every tensor of an opened encoder, which fails if its shape is not that of the file.
+fn check_encoder(checkpoint: &EncoderCheckpoint) {
+    let pool = Pool::new(1).expect("one thread starts");
+    for (name, part) in checkpoint.parts() {
+        match part {
+            Part::Vector(n) => {
+                assert_eq!(checkpoint.vector(&name, &pool).expect("it is in the file").len(), n);
+            }
+            Part::Matrix(n_rows, n_columns)
+            | Part::Gated(n_rows, n_columns)
+            | Part::Table(n_rows, n_columns) => {
+                assert_eq!(checkpoint.shape(&name).1, [n_rows, n_columns]);
+                let mut buffer = Vec::new();
+                checkpoint.read(&name, 0..n_rows, &mut buffer, &pool).expect("it is in the file");
+            }
+        }
+    }
 }
 
 /// Reads the input as arrays: three lengths, then their bytes. Missing bytes are zero.
