@@ -34,6 +34,9 @@ pub enum DType {
     /// 32 elements of 4 bits that index a table of 16 numbers: one f16 scale.
     #[serde(rename = "iq4_nl")]
     IQ4_NL,
+    /// 32 elements of 4 bits in E2M1: one exponent of 8 bits.
+    #[serde(rename = "mxfp4")]
+    MXFP4,
     /// 256 elements of 2 bits: 4-bit scale and minimum for each 16, f16 units of both.
     #[serde(rename = "q2_k")]
     Q2_K,
@@ -75,7 +78,7 @@ pub enum DType {
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 21] = [
+    pub const ALL: [DType; 22] = [
         DType::F32,
         DType::F16,
         DType::BF16,
@@ -85,6 +88,7 @@ impl DType {
         DType::Q5_0,
         DType::Q5_1,
         DType::IQ4_NL,
+        DType::MXFP4,
         DType::Q2_K,
         DType::Q3_K,
         DType::Q4_K,
@@ -105,7 +109,7 @@ impl DType {
             DType::F32 | DType::F16 | DType::BF16 => 1,
             DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
-            DType::IQ4_NL | DType::Int4 | DType::Int8 | DType::Fp8 => 32,
+            DType::IQ4_NL | DType::MXFP4 | DType::Int4 | DType::Int8 | DType::Fp8 => 32,
             DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => 256,
         }
     }
@@ -118,6 +122,7 @@ impl DType {
             DType::F16 | DType::BF16 => 2,
             DType::I8 | DType::F8E4M3 => 1,
             DType::Q8_0 => 34,
+            DType::MXFP4 => 17,
             DType::Q4_0 | DType::IQ4_NL => 18,
             DType::Q4_1 => 20,
             DType::Q5_0 => 22,
@@ -162,6 +167,7 @@ impl DType {
             DType::Q5_0 => "q5_0",
             DType::Q5_1 => "q5_1",
             DType::IQ4_NL => "iq4_nl",
+            DType::MXFP4 => "mxfp4",
             DType::Q2_K => "q2_k",
             DType::Q3_K => "q3_k",
             DType::Q4_K => "q4_k",

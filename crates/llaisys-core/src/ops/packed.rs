@@ -12,7 +12,9 @@
 //!   B = 8   byte (i/4)*128 + c*4 + i%4
 //!   B >= 4  low four bits: byte (i/8)*128 + c*4 + i%4, low nibble for even i/4, high for odd
 //!           then one plane of 128 bytes for each higher bit: byte c*4 + i%4, bit i/4
+//!           MXFP4 has the nibbles of the file in place of integers
 //!   B < 4   one such plane for each bit, lowest first
+//! MXFP4 per group of 32 k: u8 exponent[32], then the nibbles as above
 //! I*    per group of 32 k: u8 scale[32] (I4: then u8 zero[32]), then the integers as above; after the last group
 //!       f32 unit[32], which multiply the sums of the columns
 //! ```
@@ -25,6 +27,7 @@
 //! | Q6_K | 6 | 2, 0 | `scale * (q - 32)` | 14 | 7 |
 //! | Q3_K | 3 | 2, 0 | `scale * (q - 4)` | 8 | 4 |
 //! | Q2_K | 2 | 2, 2 | `scale * q + min` | 8 | 4 |
+//! | MXFP4 | 4 | 1, 0 | `2^(exponent - 128) * (INTEGERS[nibble] - 16)` | 8.5 | 4.25 |
 //! | I8 | 8 | 1, 0 | `unit * scale * (q - 128)` | 16.5 | 8.25 |
 //! | I6 | 6 | 1, 0 | `unit * scale * (q - 32)` | 12.5 | 6.25 |
 //! | I4 | 4 | 1, 1 | `unit * scale * (q - zero / 16)` | 9 | 4.5 |
@@ -49,8 +52,8 @@ pub(crate) use read::{read_block, read_unit};
 
 use crate::dtype::DType;
 use crate::error::DeviceError;
-use crate::quant::BLOCK_LEN;
 use crate::quant::quantize::Grid;
+use crate::quant::{BLOCK_LEN, mxfp4};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use std::ops::Range;
@@ -84,6 +87,8 @@ pub enum PackedFormat {
     Q3_K,
     /// 2-bit integers, one scale and minimum for each half group.
     Q2_K,
+    /// Numbers of 4 bits that index a table of integers, with scales that are powers of two.
+    MXFP4,
     /// Plain weights quantized to 8-bit integers.
     I8,
     /// Plain weights quantized to 6-bit integers.
@@ -94,7 +99,7 @@ pub enum PackedFormat {
 
 impl PackedFormat {
     /// Every format.
-    pub const ALL: [PackedFormat; 13] = [
+    pub const ALL: [PackedFormat; 14] = [
         PackedFormat::F32,
         PackedFormat::BF16,
         PackedFormat::Q8_0,
@@ -105,6 +110,7 @@ impl PackedFormat {
         PackedFormat::Q6_K,
         PackedFormat::Q3_K,
         PackedFormat::Q2_K,
+        PackedFormat::MXFP4,
         PackedFormat::I8,
         PackedFormat::I6,
         PackedFormat::I4,
@@ -126,6 +132,7 @@ impl PackedFormat {
             DType::Q6_K => PackedFormat::Q6_K,
             DType::Q3_K => PackedFormat::Q3_K,
             DType::Q2_K => PackedFormat::Q2_K,
+            DType::MXFP4 => PackedFormat::MXFP4,
         }
     }
 
@@ -142,6 +149,7 @@ impl PackedFormat {
             PackedFormat::Q6_K => DType::Q6_K,
             PackedFormat::Q3_K => DType::Q3_K,
             PackedFormat::Q2_K => DType::Q2_K,
+            PackedFormat::MXFP4 => DType::MXFP4,
             PackedFormat::I8 | PackedFormat::I6 | PackedFormat::I4 => DType::F32,
         }
     }
@@ -171,17 +179,30 @@ impl PackedFormat {
         self.bits() > 0
     }
 
-    /// Bits of an integer; 0 for plain formats.
+    /// Bits of an integer as it is stored; 0 for plain formats.
     pub(crate) const fn bits(self) -> usize {
         match self {
             PackedFormat::F32 | PackedFormat::BF16 => 0,
             PackedFormat::Q2_K => 2,
             PackedFormat::Q3_K => 3,
-            PackedFormat::Q4_0 | PackedFormat::Q4_1 | PackedFormat::I4 => 4,
+            PackedFormat::Q4_0 | PackedFormat::Q4_1 | PackedFormat::MXFP4 | PackedFormat::I4 => 4,
             PackedFormat::Q5_0 | PackedFormat::Q5_1 => 5,
             PackedFormat::Q6_K | PackedFormat::I6 => 6,
             PackedFormat::Q8_0 | PackedFormat::I8 => 8,
         }
+    }
+
+    /// The integers of the stored nibbles, where these index a table.
+    pub(crate) const fn table(self) -> Option<&'static [u8; 16]> {
+        match self {
+            PackedFormat::MXFP4 => Some(&mxfp4::INTEGERS),
+            _ => None,
+        }
+    }
+
+    /// True if scales are powers of two, stored as exponents of one byte.
+    pub(crate) const fn has_exponents(self) -> bool {
+        matches!(self, PackedFormat::MXFP4)
     }
 
     /// The integer that represents zero, or the minimum.
@@ -191,6 +212,7 @@ impl PackedFormat {
             PackedFormat::Q6_K | PackedFormat::Q8_0 | PackedFormat::I8 | PackedFormat::I6 => {
                 1 << (self.bits() - 1)
             }
+            PackedFormat::MXFP4 => mxfp4::OFFSET,
             _ => 0,
         }
     }
@@ -210,7 +232,7 @@ impl PackedFormat {
 
     /// Bytes of a scale; a minimum or zero point has the same size.
     const fn number_bytes(self) -> usize {
-        if self.has_units() { 1 } else { 2 }
+        if self.has_units() || self.has_exponents() { 1 } else { 2 }
     }
 
     /// True if scales are small integers in units of their column, and minima are zero points in 16ths.

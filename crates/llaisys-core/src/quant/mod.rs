@@ -11,6 +11,7 @@ pub mod fp8;
 pub mod int4;
 pub mod int8;
 pub mod iq4_nl;
+pub mod mxfp4;
 pub mod q2_k;
 pub mod q3_k;
 pub mod q4_0;
@@ -60,6 +61,7 @@ impl Block {
             DType::Q5_0 => Some(q5_0::parse(bytes)),
             DType::Q5_1 => Some(q5_1::parse(bytes)),
             DType::IQ4_NL => Some(iq4_nl::parse(bytes)),
+            DType::MXFP4 => Some(mxfp4::parse(bytes)),
             DType::Q2_K => Some(q2_k::parse(bytes, i)),
             DType::Q3_K => Some(q3_k::parse(bytes, i)),
             DType::Q4_K => Some(q4_k::parse(bytes, i)),

@@ -71,7 +71,7 @@ fn gguf_types_agree_with_the_gguf_package() {
     let is_ours = |dtype: &DType| matches!(dtype, DType::Int4 | DType::Int8 | DType::Fp8);
     let types: Vec<DType> =
         DType::ALL.into_iter().filter(|dtype| dtype.is_quantized() && !is_ours(dtype)).collect();
-    assert_eq!(types.len(), 11);
+    assert_eq!(types.len(), 12);
     for dtype in types {
         let file = std::fs::read(format!("{folder}/{}.bin", dtype.name())).unwrap();
         let (blocks, values) = file.split_at(dtype.bytes_of(N_VALUES).unwrap());

@@ -281,7 +281,7 @@ fn overlapping_tensors_are_rejected() {
 #[test]
 fn other_tensor_types_are_rejected_by_their_ggml_name() {
     for (type_id, name) in
-        [(9, "Q8_1"), (15, "Q8_K"), (23, "IQ4_XS"), (28, "F64"), (39, "MXFP4"), (4, "number 4")]
+        [(9, "Q8_1"), (15, "Q8_K"), (23, "IQ4_XS"), (28, "F64"), (40, "NVFP4"), (4, "number 4")]
     {
         let mut file = small();
         file.tensor("blk.0.ffn_up.weight").type_id = type_id;
@@ -294,7 +294,8 @@ fn other_tensor_types_are_rejected_by_their_ggml_name() {
 
 #[test]
 fn every_supported_tensor_type_is_accepted() {
-    let of_32 = [(F32, 128), (1, 64), (2, 18), (3, 20), (6, 22), (7, 24), (Q8_0, 34), (20, 18), (30, 64)];
+    let of_32 =
+        [(F32, 128), (1, 64), (2, 18), (3, 20), (6, 22), (7, 24), (Q8_0, 34), (20, 18), (30, 64), (39, 17)];
     let of_256 = [(10, 84), (11, 110), (12, 144), (13, 176), (14, 210)];
     let types = of_32.map(|t| (t, 32)).into_iter().chain(of_256.map(|t| (t, 256)));
     for ((type_id, n_bytes), n) in types {

@@ -183,12 +183,12 @@ fn rows_without_bytes_are_zero() {
 #[test]
 fn sizes_follow_the_layout() {
     let pool = pool();
-    // Two panels of 32 outputs, bits an element times two.
-    let half_bits = [64, 32, 17, 9, 10, 11, 12, 14, 8, 8];
+    // Two panels of 32 outputs, bits an element times four.
+    let quarter_bits = [128, 64, 34, 18, 20, 22, 24, 28, 16, 16, 17];
     let (fits, files): (Vec<_>, Vec<_>) = PackedFormat::ALL.into_iter().partition(|f| f.grid().is_some());
-    for (format, half_bits) in files.into_iter().zip(half_bits) {
+    for (format, quarter_bits) in files.into_iter().zip(quarter_bits) {
         let matrix = Stored::random(&mut Rng(1), format.dtype(), 33, 256).pack(&pool, format);
-        assert_eq!(matrix.n_bytes(), 64 * 256 * half_bits / 16, "{format:?}");
+        assert_eq!(matrix.n_bytes(), 64 * 256 * quarter_bits / 32, "{format:?}");
     }
     // Two panels of three groups (a scale of a byte, or two numbers of a byte; the integers) and 32 units of four
     // bytes.

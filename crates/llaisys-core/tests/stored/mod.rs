@@ -136,6 +136,7 @@ pub fn f16_places(dtype: DType) -> &'static [usize] {
         DType::Q2_K => &[80, 82],
         DType::Q3_K => &[108],
         DType::Q6_K => &[208],
+        DType::MXFP4 => &[],
         _ => &[0],
     }
 }
@@ -152,6 +153,9 @@ fn random_block(rng: &mut Rng, dtype: DType) -> Vec<u8> {
         // No NaN.
         block[4..].iter_mut().filter(|byte| **byte & 0x7f == 0x7f).for_each(|byte| *byte = 0);
         return block;
+    }
+    if dtype == DType::MXFP4 {
+        block[0] = 116 + block[0] % 8;
     }
     for &at in f16_places(dtype) {
         block[at..at + 2].copy_from_slice(&f16::from_f32(rng.unit() / 8.0).to_le_bytes());

@@ -12,7 +12,8 @@ use std::ops::Range;
 pub(super) const ENTRY_BYTES_MIN: u64 = 33;
 const DIMENSIONS_MAX: u32 = 4;
 /// The supported types, for the error message.
-const SUPPORTED: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL";
+const SUPPORTED: &str =
+    "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4";
 
 /// An entry of the table, unchecked.
 #[derive(Debug)]
@@ -83,6 +84,7 @@ fn dtype_of(entry: &TensorEntry<'_>) -> Result<DType, Unsupported> {
         14 => DType::Q6_K,
         20 => DType::IQ4_NL,
         30 => DType::BF16,
+        39 => DType::MXFP4,
         other => {
             return Err(Unsupported::TensorType {
                 tensor: entry.name.to_owned(),
@@ -113,7 +115,6 @@ fn ggml_type_name(type_id: u32) -> String {
         29 => "IQ1_M",
         34 => "TQ1_0",
         35 => "TQ2_0",
-        39 => "MXFP4",
         40 => "NVFP4",
         41 => "Q1_0",
         _ => return format!("number {type_id}"),

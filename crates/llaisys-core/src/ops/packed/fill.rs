@@ -4,7 +4,7 @@ use super::pages::use_huge_pages;
 use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::error::DeviceError;
 use crate::quant::quantize::{QuantizedRow, Quantizer, quantize_q8_0, round_q8_0};
-use crate::quant::{BLOCK_LEN, Block, dequantize_row};
+use crate::quant::{BLOCK_LEN, Block, dequantize_row, mxfp4};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use half::{bf16, f16};
@@ -110,6 +110,10 @@ fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], c: usize
 fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: &Block) {
     let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
     let (header, integers) = group.split_at_mut(format.header_bytes());
+    if format.has_exponents() {
+        header[c] = mxfp4::exponent(block.scale[0]);
+        return put_integers(format, integers, c, &block.q.map(mxfp4::nibble));
+    }
     let n_scales = format.n_scales();
     for half in 0..n_scales {
         put_f16(header, half, c, block.scale[half]);
@@ -135,7 +139,7 @@ fn put_quantized(format: PackedFormat, panel: &mut [u8], c: usize, row: &Quantiz
     panel[unit..unit + 4].copy_from_slice(&row.unit.to_le_bytes());
 }
 
-/// Writes the integers of column `c` of a group.
+/// Writes the integers of column `c` of a group, or the nibbles in their place.
 fn put_integers(format: PackedFormat, integers: &mut [u8], c: usize, q: &[u8; BLOCK_LEN]) {
     for (low, bits) in digits(format) {
         for (i, &q) in q.iter().enumerate() {

@@ -2,7 +2,7 @@
 
 use super::fill::{digit_place, digits};
 use super::{PANEL, PackedFormat, PackedMatrix};
-use crate::quant::{BLOCK_LEN, Block};
+use crate::quant::{BLOCK_LEN, Block, mxfp4};
 use half::{bf16, f16};
 
 impl PackedMatrix {
@@ -56,6 +56,9 @@ pub(crate) fn read_unit(format: PackedFormat, panel: &[u8], n_columns: usize, c:
 pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block {
     let (header, integers) = group.split_at(format.header_bytes());
     let number = |line: usize| {
+        if format.has_exponents() {
+            return mxfp4::scale(header[c]);
+        }
         if format.has_units() {
             let byte = |line: usize| f32::from(header[line * PANEL + c]);
             return if line == 0 { byte(0) } else { -byte(0) * byte(line) / 16.0 };
@@ -72,6 +75,9 @@ pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block 
             let (byte, shift) = digit_place(format, low, c, i);
             *q |= (integers[byte] >> shift & (0xff >> (8 - bits))) << low;
         }
+    }
+    if let Some(integers) = format.table() {
+        q = q.map(|nibble| integers[usize::from(nibble)]);
     }
     let min = if format.has_min() { halves(n_scales) } else { [0.0; 2] };
     Block { scale: halves(0), min, offset: format.offset(), q }

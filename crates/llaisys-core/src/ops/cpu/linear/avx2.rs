@@ -112,15 +112,15 @@ fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; 
     std::array::from_fn(|t| _mm256_cvtph_ps(unsafe { _mm_loadu_si128(vectors[t].as_ptr().cast()) }))
 }
 
-/// Eight columns per vector of a header of bytes, from vector `first` on, as f32.
+/// Eight columns per vector of a header of bytes, from vector `first` on, as integers of 32 bits.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
+fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256i; T] {
     let vectors = &header.as_chunks::<{ LANE / 4 }>().0[first..first + T];
     std::array::from_fn(|t| {
         // SAFETY: each chunk has 8 bytes; the load needs no alignment.
         let bytes = unsafe { _mm_loadl_epi64(vectors[t].as_ptr().cast()) };
-        _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))
+        _mm256_cvtepu8_epi32(bytes)
     })
 }
 
@@ -128,11 +128,29 @@ fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn load_line<const T: usize, G: Group>(header: &[u8], line: usize, first: usize) -> [__m256; T] {
-    if G::HAS_UNITS {
-        load_u8(&header.as_chunks().0[line], first)
-    } else {
-        load_f16(&header.as_chunks().0[line], first)
+    if G::HAS_EXPONENTS {
+        return load_exponents(&header.as_chunks().0[line], first);
     }
+    if G::HAS_UNITS {
+        return load_u8(&header.as_chunks().0[line], first).map(|bytes| _mm256_cvtepi32_ps(bytes));
+    }
+    load_f16(&header.as_chunks().0[line], first)
+}
+
+/// The scales of exponents: see [`mxfp4`](crate::quant::mxfp4).
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_exponents<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
+    let half = _mm256_set1_ps(0.5);
+    load_u8(header, first).map(|e| _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(e)), half))
+}
+
+/// A table of 16 bytes for each 128 bits.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_table(table: &[u8; 16]) -> __m256i {
+    // SAFETY: the array has 16 bytes; the load needs no alignment.
+    _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }
 
 /// Multiplies each row's sums by the units of the columns.

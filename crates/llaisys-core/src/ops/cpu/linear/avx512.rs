@@ -116,21 +116,43 @@ fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
     [_mm512_cvtph_ps(halves[0]), _mm512_cvtph_ps(halves[1])]
 }
 
-/// 32 bytes as f32.
+/// 32 bytes as integers of 32 bits.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load_u8(bytes: &[u8; PANEL]) -> [__m512; 2] {
+fn load_u8(bytes: &[u8; PANEL]) -> [__m512i; 2] {
     // SAFETY: the array has 32 bytes; the loads need no alignment.
     let halves =
         unsafe { [_mm_loadu_si128(bytes.as_ptr().cast()), _mm_loadu_si128(bytes.as_ptr().add(16).cast())] };
-    halves.map(|half| _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(half)))
+    halves.map(|half| _mm512_cvtepu8_epi32(half))
 }
 
 /// Line `line` of a group's scales and minima (or zero points) as f32.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_line<G: Group>(header: &[u8], line: usize) -> [__m512; 2] {
-    if G::HAS_UNITS { load_u8(&header.as_chunks().0[line]) } else { load_f16(&header.as_chunks().0[line]) }
+    if G::HAS_EXPONENTS {
+        return load_exponents(&header.as_chunks().0[line]);
+    }
+    if G::HAS_UNITS {
+        return load_u8(&header.as_chunks().0[line]).map(|bytes| _mm512_cvtepi32_ps(bytes));
+    }
+    load_f16(&header.as_chunks().0[line])
+}
+
+/// The scales of 32 exponents: see [`mxfp4`](crate::quant::mxfp4).
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_exponents(bytes: &[u8; PANEL]) -> [__m512; 2] {
+    let half = _mm512_set1_ps(0.5);
+    load_u8(bytes).map(|e| _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(e)), half))
+}
+
+/// A table of 16 bytes for each 128 bits.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_table(table: &[u8; 16]) -> __m512i {
+    // SAFETY: the array has 16 bytes; the load needs no alignment.
+    _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
 }
 
 /// Multiplies each row's sums by the units of the columns.

@@ -28,8 +28,12 @@ pub(super) struct GroupOfRows<'a, const R: usize> {
 pub(super) trait Group {
     /// The format.
     const FORMAT: PackedFormat;
-    /// Bits in a weight.
+    /// Bits in a stored weight.
     const BITS: usize = Self::FORMAT.bits();
+    /// The integers of nibbles that index a table.
+    const TABLE: Option<&'static [u8; 16]> = Self::FORMAT.table();
+    /// The integers have up to 4 bits.
+    const IS_SMALL: bool = Self::BITS <= 4 && Self::TABLE.is_none();
     /// Scales per column: parts of a group that are summed and scaled separately.
     const PARTS: usize = Self::FORMAT.n_scales();
     /// Weights have minima, which are multiplied by the sums of the inputs.
@@ -38,6 +42,8 @@ pub(super) trait Group {
     const BYTES: usize = Self::FORMAT.group_bytes();
     /// Bytes of its scales and minima, which are at the start.
     const HEADER: usize = Self::FORMAT.header_bytes();
+    /// Scales are powers of two, stored as exponents of one byte.
+    const HAS_EXPONENTS: bool = Self::FORMAT.has_exponents();
     /// Scales are bytes, minima are zero points in 16ths, and each column has a unit.
     const HAS_UNITS: bool = Self::FORMAT.has_units();
 
@@ -80,5 +86,5 @@ macro_rules! groups {
     };
 }
 
-groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K I8 I6 I4);
+groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K MXFP4 I8 I6 I4);
 pub(super) use for_group;

@@ -1,6 +1,6 @@
 //! Grouped formats with 256-bit vectors: products of bytes summed in pairs, or `vpdpbusd` in either encoding.
 
-use super::{STEP, VECTORS, apply_units, load, load_line, store};
+use super::{STEP, VECTORS, apply_units, load, load_line, load_table, store};
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
 use crate::ops::cpu::linear::{Panel, Prefetch, Tile};
@@ -189,7 +189,7 @@ fn sum_bytes<const R: usize, const T: usize>(
 }
 
 /// The integer sums of part `part` of a group of up to 6 bits. With up to 4 bits, a 16-bit sum has capacity for all 8
-/// quads, each at most 2 * 15 * 127. With 5 or 6 bits it has capacity for one pair of quads (4 * 63 * 127 is 32004).
+/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx2")]
 fn sum_bits<const R: usize, const T: usize, G: Group>(
@@ -208,7 +208,7 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
             for t in 0..T {
                 let even = _mm256_maddubs_epi16(even[t], x[0]);
                 let odd = _mm256_maddubs_epi16(odd[t], x[1]);
-                acc[r][t] = if G::BITS <= 4 {
+                acc[r][t] = if G::IS_SMALL {
                     _mm256_add_epi16(_mm256_add_epi16(acc[r][t], even), odd)
                 } else {
                     let both = _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones);
@@ -220,7 +220,7 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
     for r in 0..R {
         let minus_offset = minus_offset::<G>(part, &inputs.groups[r]);
         for acc in &mut acc[r] {
-            let sum = if G::BITS <= 4 { _mm256_madd_epi16(*acc, ones) } else { *acc };
+            let sum = if G::IS_SMALL { _mm256_madd_epi16(*acc, ones) } else { *acc };
             *acc = _mm256_add_epi32(sum, minus_offset);
         }
     }
@@ -253,6 +253,10 @@ fn load_pair<const T: usize, G: Group>(
             w.map(|w| _mm256_and_si256(w, low)),
             w.map(|w| _mm256_and_si256(_mm256_srli_epi16::<4>(w), low)),
         ];
+    }
+    if let Some(integers) = G::TABLE {
+        let table = load_table(integers);
+        return quads.map(|quad| quad.map(|nibbles| _mm256_shuffle_epi8(table, nibbles)));
     }
     for bit in G::BITS / 4 * 4..G::BITS {
         let plane = load::<T>(&weights[bit], first);

@@ -1,6 +1,6 @@
 //! Grouped formats with 512-bit vectors: `vpdpbusd` with VNNI, products of bytes summed in pairs without.
 
-use super::{STEP, apply_units, load, load_line, store};
+use super::{STEP, apply_units, load, load_line, load_table, store};
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
 use crate::ops::cpu::linear::{Panel, Tile};
 use crate::ops::packed::PackedFormat;
@@ -152,7 +152,7 @@ fn sum_bytes<const R: usize>(acc: &mut [[__m512i; 2]; R], weights: &[[u8; STEP]]
 }
 
 /// The integer sums of part `part` of a group of up to 6 bits. With up to 4 bits, a 16-bit sum has capacity for all 8
-/// quads, each at most 2 * 15 * 127. With 5 or 6 bits it has capacity for one pair of quads (4 * 63 * 127 is 32004).
+/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn sum_bits<const R: usize, G: Group>(
@@ -171,7 +171,7 @@ fn sum_bits<const R: usize, G: Group>(
             for t in 0..2 {
                 let even = _mm512_maddubs_epi16(even[t], x[0]);
                 let odd = _mm512_maddubs_epi16(odd[t], x[1]);
-                sums[r][t] = if G::BITS <= 4 {
+                sums[r][t] = if G::IS_SMALL {
                     _mm512_add_epi16(_mm512_add_epi16(sums[r][t], even), odd)
                 } else {
                     let both = _mm512_madd_epi16(_mm512_add_epi16(even, odd), ones);
@@ -183,7 +183,7 @@ fn sum_bits<const R: usize, G: Group>(
     for r in 0..R {
         let minus_offset = i32::from(G::FORMAT.offset()) * inputs.groups[r].minus_sums[G::sum(part)];
         for t in 0..2 {
-            let sum = if G::BITS <= 4 { _mm512_madd_epi16(sums[r][t], ones) } else { sums[r][t] };
+            let sum = if G::IS_SMALL { _mm512_madd_epi16(sums[r][t], ones) } else { sums[r][t] };
             acc[r][t] = _mm512_add_epi32(_mm512_set1_epi32(minus_offset), sum);
         }
     }
@@ -211,6 +211,10 @@ fn load_pair<G: Group>(weights: &[[u8; STEP]], pair: usize) -> [[__m512i; 2]; 2]
     }
     let mut quads =
         if G::BITS >= 4 { nibbles(load(&weights[pair])) } else { [[_mm512_setzero_si512(); 2]; 2] };
+    if let Some(integers) = G::TABLE {
+        let table = load_table(integers);
+        return quads.map(|quad| quad.map(|nibbles| _mm512_shuffle_epi8(table, nibbles)));
+    }
     for bit in G::BITS / 4 * 4..G::BITS {
         let plane = load(&weights[bit]);
         let value = _mm512_set1_epi8(1 << bit);
