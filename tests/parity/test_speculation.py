@@ -313,6 +313,7 @@ def test_predictions_change_nothing(
         ("qwen3_next_bf16", {"n_states_kept": 3, "n_threads": 2}),
         ("lfm2_bf16", {"n_states_kept": 8}),
         ("lfm2_moe_bf16", {"n_states_kept": 3, "n_threads": 2}),
+        ("gpt_oss_mxfp4", {"n_threads": 2}),
     ],
 )
 def test_windows_experts_ranks_int8_cells_and_recurrent_layers(folder: str, context: dict[str, Any]) -> None:

@@ -34,7 +34,11 @@ fn context() -> OpContext {
 
 fn check(input: &AttentionInput, got: &[f32]) {
     let (q, scoring) = input.queries();
-    let want = reference::attention::attention(&q, scoring, input.numbers(), input.rows());
+    let want = reference::attention::attention(
+        Queries { scoring, ..input.queries_of(&q) },
+        input.numbers(),
+        input.rows(),
+    );
     let bound = input.tolerance();
     let wrong = got.iter().zip(&want).filter(|(got, want)| (f64::from(**got) - **want).abs() > bound);
     assert_eq!(wrong.count(), 0, "attention differs from the reference");
@@ -69,13 +73,7 @@ fn attend(c: &mut Criterion) {
             {
                 let input = case.build(placement).expect("memory for the cells");
                 let mut out = vec![0.0; input.q.len()];
-                attention(
-                    &mut cx,
-                    Queries { q: &input.q, scoring: input.scoring },
-                    input.layer(),
-                    input.rows(),
-                    &mut out,
-                );
+                attention(&mut cx, input.queries_of(&input.q), input.layer(), input.rows(), &mut out);
                 check(&input, &out);
                 let n_seen: u64 = input.rows().rows.iter().map(|row| u64::from(row.n_visible)).sum();
                 let cells = n_cells(&case);
@@ -85,13 +83,7 @@ fn attend(c: &mut Criterion) {
                 group.throughput(Throughput::Elements(n_seen * (2 * HEADS.0 * D_HEAD) as u64));
                 group.bench_function(BenchmarkId::new(*name, place), |b| {
                     b.iter(|| {
-                        attention(
-                            &mut cx,
-                            Queries { q: &input.q, scoring: input.scoring },
-                            input.layer(),
-                            input.rows(),
-                            &mut out,
-                        )
+                        attention(&mut cx, input.queries_of(&input.q), input.layer(), input.rows(), &mut out)
                     });
                 });
             }

@@ -286,7 +286,7 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
         let cells = KvLayer { dtype, n_kv_heads, d_head, k: &layer.k, v: &layer.v };
         let rows = AttentionRows { cells: &r.listed, rows: &r.seen, window: None };
         let scoring = Scoring { scale: 0.125, soft_cap: None };
-        ops::attention(cx, Queries { q: &r.q, scoring }, cells, rows, &mut r.attended);
+        ops::attention(cx, Queries { q: &r.q, scoring, sinks: None }, cells, rows, &mut r.attended);
         laps.lap(5);
         ops::linear_add(cx, &r.attended, &layer.o, &mut r.x);
         laps.lap(6);

@@ -65,6 +65,9 @@ pub enum DType {
     /// Signed bytes of a quantized matrix; not weights by themselves, and so are the types after it.
     #[serde(rename = "i8")]
     I8,
+    /// Unsigned bytes of a quantized matrix.
+    #[serde(rename = "u8")]
+    U8,
     /// Packed words of a quantized matrix.
     #[serde(rename = "i32")]
     I32,
@@ -78,7 +81,7 @@ pub enum DType {
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 22] = [
+    pub const ALL: [DType; 23] = [
         DType::F32,
         DType::F16,
         DType::BF16,
@@ -98,6 +101,7 @@ impl DType {
         DType::Int8,
         DType::Fp8,
         DType::I8,
+        DType::U8,
         DType::I32,
         DType::I64,
         DType::F8E4M3,
@@ -107,7 +111,7 @@ impl DType {
     pub const fn block_len(self) -> usize {
         match self {
             DType::F32 | DType::F16 | DType::BF16 => 1,
-            DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => 1,
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::F8E4M3 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
             DType::IQ4_NL | DType::MXFP4 | DType::Int4 | DType::Int8 | DType::Fp8 => 32,
             DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => 256,
@@ -120,7 +124,7 @@ impl DType {
             DType::I64 => 8,
             DType::F32 | DType::I32 => 4,
             DType::F16 | DType::BF16 => 2,
-            DType::I8 | DType::F8E4M3 => 1,
+            DType::I8 | DType::U8 | DType::F8E4M3 => 1,
             DType::Q8_0 => 34,
             DType::MXFP4 => 17,
             DType::Q4_0 | DType::IQ4_NL => 18,
@@ -152,7 +156,7 @@ impl DType {
 
     /// False for the types of tensors that are only parts of a quantized matrix.
     pub const fn is_weight(self) -> bool {
-        !matches!(self, DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3)
+        !matches!(self, DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::F8E4M3)
     }
 
     /// The name in logs and errors: GGUF's, in lower case.
@@ -177,6 +181,7 @@ impl DType {
             DType::Int8 => "int8",
             DType::Fp8 => "fp8",
             DType::I8 => "i8",
+            DType::U8 => "u8",
             DType::I32 => "i32",
             DType::I64 => "i64",
             DType::F8E4M3 => "f8_e4m3",

@@ -2,8 +2,8 @@
 
 `tokenizer.ggml.pre` only *names* a pre-tokenizer. The rules of `default` are from llama.cpp's
 `src/llama-vocab.cpp`, which defines the name. The rules of the other names are from the
-`tokenizer.json` of SmolLM2, Qwen2, Qwen3.5 and Llama 3. Any other name is rejected, because a wrong
-pre-tokenizer gives plausible but wrong ids.
+`tokenizer.json` of SmolLM2, Qwen2, Qwen3.5, Llama 3 and gpt-oss (OpenAI's o200k encoding). Any other name
+is rejected, because a wrong pre-tokenizer gives plausible but wrong ids.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _TIKTOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Capitals begin a word.
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # As Qwen2, with combining marks as parts of words.
 _QWEN35 = (
@@ -55,6 +61,7 @@ _PRE = {
     "llama-bpe": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
     # llama.cpp reads it as llama-bpe.
     "lfm2": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
+    "gpt-4o": _Pre((_O200K,)),
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 

@@ -1,4 +1,4 @@
-//! The biases of projections: which ones an architecture has, and where a model states them. Experts have none.
+//! The biases of projections: which ones an architecture has, and where a model states them. Experts have none, except those of gpt-oss.
 
 /// Whether projections add a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +31,7 @@ pub struct Biases {
 pub(crate) const BIAS_KEYS: [&str; 4] = ["attention_bias", "attention_out_bias", "mlp_bias", "use_bias"];
 
 const ATTENTION: Bias = Bias::Stated { key: "attention_bias", default: false };
+const ATTENTION_DEFAULT: Bias = Bias::Stated { key: "attention_bias", default: true };
 const USE_BIAS: Bias = Bias::Stated { key: "use_bias", default: false };
 const MLP: Bias = Bias::Stated { key: "mlp_bias", default: false };
 
@@ -45,10 +46,13 @@ impl Biases {
     pub const QKV: Self = Self { qkv: Bias::Always, ..Self::NONE };
     /// The keys of Seed-OSS: one for each part, and q, k and v have a bias by default.
     pub const SEED_OSS: Self = Self {
-        qkv: Bias::Stated { key: "attention_bias", default: true },
+        qkv: ATTENTION_DEFAULT,
         o: Bias::Stated { key: "attention_out_bias", default: false },
         mlp: MLP,
     };
+
+    /// The key of gpt-oss, whose projections of attention have a bias by default. Those of experts are not stated.
+    pub const GPT_OSS: Self = Self { qkv: ATTENTION_DEFAULT, o: ATTENTION_DEFAULT, mlp: Bias::Never };
 
     /// The key of ERNIE 4.5, for all projections.
     pub const ERNIE: Self = Self { qkv: USE_BIAS, o: USE_BIAS, mlp: USE_BIAS };

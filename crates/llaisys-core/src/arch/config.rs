@@ -2,6 +2,7 @@
 
 use crate::arch::bounds::{bounded, check_id};
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::experts::Experts;
 use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
 use crate::arch::row_map::RowMap;
@@ -10,7 +11,7 @@ use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, NameTable, WeightId};
 use crate::arch::wrapper::Wrapper;
 use crate::error::FormatError;
-use crate::ops::HeadWidths;
+use crate::ops::{ClampedSilu, Gate, HeadWidths};
 
 /// The hyper-parameters of the forward pass. Only [`crate::load::checkpoint::Checkpoint::open`] creates them, so every
 /// value is within the bounds below, `d_head` is even, `n_kv_heads` divides `n_heads`, and ids are below `vocab_size`.
@@ -74,6 +75,8 @@ pub struct ModelConfig {
     pub residual_scale: f32,
     /// Factor of logits, before their soft cap.
     pub logit_scale: f32,
+    /// The activation of the gates of feed-forward blocks.
+    pub gate: Gate,
     /// The mixture of experts of every layer, except the first `n_dense` ones.
     pub experts: Option<Experts>,
     /// Inner width of the expert that all tokens use.
@@ -94,27 +97,6 @@ pub struct ModelConfig {
     pub eos: Vec<u32>,
 }
 
-/// A mixture of experts.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Experts {
-    /// Experts of a layer.
-    pub n: usize,
-    /// Experts that are used for a token.
-    pub n_used: usize,
-    /// The weights of the used experts are scaled to a sum of 1.
-    pub normalize: bool,
-    /// Scores are sigmoids of the router's logits instead of their softmax.
-    pub sigmoid: bool,
-    /// A bias of the scores decides which experts are used; their weights are without it.
-    pub has_bias: bool,
-    /// Factor of the weights.
-    pub scale: f32,
-    /// The first layers, which have a dense feed-forward block.
-    pub n_dense: usize,
-    /// Inner width of these blocks.
-    pub d_dense: usize,
-}
-
 type SizeOf = fn(&ModelConfig) -> usize;
 
 /// Upper bounds of the sizes, inclusive: far above real models, far below what could overflow a product.
@@ -128,11 +110,10 @@ const LIMITS: [(&str, SizeOf, usize); 8] = [
     ("the vocabulary size", |c| c.vocab_size, 1 << 20),
     ("the number of positions", |c| c.max_positions, 1 << 24),
 ];
-const D_FF_MAX: usize = 1 << 20;
+pub(super) const D_FF_MAX: usize = 1 << 20;
 const RMS_EPS: (f64, f64) = (1e-12, 1e-1);
 /// Of multipliers and soft caps.
-const SCALE: (f64, f64) = (1e-6, 1e6);
-const EXPERTS_MAX: usize = 1 << 9;
+pub(super) const SCALE: (f64, f64) = (1e-6, 1e6);
 
 const RECURRENT: &str = "only a model with these layers has their weights";
 
@@ -167,11 +148,7 @@ impl ModelConfig {
             bounded("the width of the shared expert", d_shared as f64, 1.0, D_FF_MAX as f64)?;
         }
         if let Some(experts) = self.experts {
-            bounded("the number of experts", experts.n as f64, 1.0, EXPERTS_MAX as f64)?;
-            bounded("the number of experts used", experts.n_used as f64, 1.0, experts.n as f64)?;
-            bounded("the scale of experts", f64::from(experts.scale), SCALE.0, SCALE.1)?;
-            bounded("the number of dense layers", experts.n_dense as f64, 0.0, self.n_layers as f64)?;
-            bounded("the feed-forward width of dense layers", experts.d_dense as f64, 1.0, D_FF_MAX as f64)?;
+            experts.check(self.n_layers)?;
         }
         for (what, got) in [("the head width", self.d_head), ("the rotated width of a head", self.d_rope)] {
             if !got.is_multiple_of(2) {
@@ -194,7 +171,13 @@ impl ModelConfig {
     }
 
     fn check_scales(&self) -> Result<(), FormatError> {
+        let (limit, alpha) = match self.gate {
+            Gate::ClampedSilu(ClampedSilu { limit, alpha }) => (Some(limit), Some(alpha)),
+            _ => (None, None),
+        };
         let scales = [
+            ("the bound of gates", limit),
+            ("the factor of gates", alpha),
             ("the scale of scores", Some(self.score_scale)),
             ("the scale of embeddings", Some(self.embed_scale)),
             ("the scale of the residual branches", Some(self.residual_scale)),
@@ -334,6 +317,10 @@ impl ModelConfig {
             }
             LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => experts.is_some(),
             LayerWeight::ExpertsGateUp => experts.is_some(),
+            LayerWeight::RouterProjectionBias
+            | LayerWeight::ExpertsBias(_)
+            | LayerWeight::ExpertsGateUpBias => experts.is_some_and(|experts| experts.projection_biases),
+            LayerWeight::Sinks => self.arch.attn_sinks && has_attention,
             LayerWeight::RouterBias => experts.is_some_and(|experts| experts.has_bias),
             LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some() && experts.is_some(),
             LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => {
@@ -363,11 +350,11 @@ impl ModelConfig {
             LayerWeight::V if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q + kv),
             LayerWeight::Gate if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, 0),
             LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_dense()),
-            LayerWeight::Expert(expert, ExpertPart::Gate) if stores(LayerWeight::ExpertsGateUp) => {
-                (LayerWeight::ExpertsGateUp, 2 * expert * self.d_ff)
-            }
-            LayerWeight::Expert(expert, ExpertPart::Up) if stores(LayerWeight::ExpertsGateUp) => {
-                (LayerWeight::ExpertsGateUp, (2 * expert + 1) * self.d_ff)
+            LayerWeight::Expert(expert, part @ (ExpertPart::Gate | ExpertPart::Up))
+                if stores(LayerWeight::ExpertsGateUp) =>
+            {
+                let rows = self.rows_in_gate_up(part);
+                return (LayerWeight::ExpertsGateUp, rows.after(2 * expert * self.d_ff));
             }
             LayerWeight::Expert(expert, matrix) if stores(LayerWeight::Experts(matrix)) => {
                 (LayerWeight::Experts(matrix), expert * self.expert_shape(matrix)[0])
@@ -375,6 +362,28 @@ impl ModelConfig {
             other => (other, 0),
         };
         (stored, RowMap::from_row(first))
+    }
+
+    /// Where the rows of gate or up of an expert are in its fused matrix.
+    fn rows_in_gate_up(&self, part: ExpertPart) -> RowMap {
+        let is_up = usize::from(part == ExpertPart::Up);
+        if self.names.interleaved_experts {
+            RowMap::groups(is_up, 1, 2)
+        } else {
+            RowMap::from_row(is_up * self.d_ff)
+        }
+    }
+
+    /// Returns the stored weight that contains the biases of a matrix of all experts, one row for each, and where an
+    /// expert's biases are in its row.
+    pub fn stored_expert_bias(&self, part: ExpertPart) -> (LayerWeight, RowMap) {
+        let is_fused = self.names.parts().any(|stored| stored == LayerWeight::ExpertsGateUpBias);
+        match part {
+            ExpertPart::Gate | ExpertPart::Up if is_fused => {
+                (LayerWeight::ExpertsGateUpBias, self.rows_in_gate_up(part))
+            }
+            part => (LayerWeight::ExpertsBias(part), RowMap::from_row(0)),
+        }
     }
 
     /// As [`ModelConfig::stored_in`], for a weight of a recurrent layer.
@@ -429,7 +438,10 @@ impl ModelConfig {
                 LayerWeight::Gate | LayerWeight::Up => vec![self.d_dense(), d],
                 LayerWeight::Down => vec![d, self.d_dense()],
                 LayerWeight::Router => vec![n_experts, d],
-                LayerWeight::RouterBias => vec![n_experts],
+                LayerWeight::RouterBias | LayerWeight::RouterProjectionBias => vec![n_experts],
+                LayerWeight::ExpertsBias(matrix) => vec![n_experts, self.expert_shape(matrix)[0]],
+                LayerWeight::ExpertsGateUpBias => vec![n_experts, 2 * self.d_ff],
+                LayerWeight::Sinks => vec![self.n_heads],
                 LayerWeight::Expert(_, matrix) => self.expert_shape(matrix).to_vec(),
                 LayerWeight::Experts(matrix) => {
                     let [rows, columns] = self.expert_shape(matrix);
@@ -447,7 +459,8 @@ impl ModelConfig {
         }
     }
 
-    fn expert_shape(&self, matrix: ExpertPart) -> [usize; 2] {
+    /// The shape of a matrix of one expert.
+    pub fn expert_shape(&self, matrix: ExpertPart) -> [usize; 2] {
         match matrix {
             ExpertPart::Gate | ExpertPart::Up => [self.d_ff, self.d_model],
             ExpertPart::Down => [self.d_model, self.d_ff],

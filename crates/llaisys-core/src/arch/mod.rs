@@ -1,5 +1,5 @@
 //! Model architectures: a table with one row for each (`spec`), the checked hyper-parameters of one model (`config`),
-//! its rotary embedding (`rope`), biases (`bias`) and recurrent layers (`recurrent`: `delta_net`, `short_conv`), the ids
+//! its rotary embedding (`rope`), biases (`bias`), experts (`experts`) and recurrent layers (`recurrent`: `delta_net`, `short_conv`), the ids
 //! and names of its weights (`weight_id`), also inside a multimodal checkpoint (`wrapper`), and where their rows are
 //! stored (`row_map`). `encoder` has the table and the hyper-parameters of encoders. Reads no files, calls no kernels.
 
@@ -8,6 +8,7 @@ pub(crate) mod bounds;
 pub mod config;
 pub mod delta_net;
 pub mod encoder;
+pub mod experts;
 pub mod recurrent;
 pub mod rope;
 pub mod row_map;

@@ -22,6 +22,8 @@ pub struct RopeRules {
     /// Rotated queries are multiplied by a factor that grows with the position. A folder without its keys is rejected; a
     /// GGUF file without them has a factor of 1.
     pub scaled_queries: bool,
+    /// The ends of YaRN's ramp are rounded to whole pairs in a GGUF file, which has no key for it.
+    pub gguf_yarn_truncates: bool,
 }
 
 impl RopeRules {
@@ -32,6 +34,7 @@ impl RopeRules {
         unrotated_every: None,
         local: LocalRope::Same,
         scaled_queries: false,
+        gguf_yarn_truncates: true,
     };
 }
 

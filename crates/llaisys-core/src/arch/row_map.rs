@@ -24,6 +24,11 @@ impl RowMap {
         Self { first, group, stride }
     }
 
+    /// The same rows, after `n_rows` others.
+    pub fn after(self, n_rows: usize) -> Self {
+        Self { first: self.first + n_rows, ..self }
+    }
+
     /// The stored row of row `n`.
     pub fn row(self, n: usize) -> usize {
         self.first + n / self.group * self.stride + n % self.group

@@ -1,6 +1,7 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+mod gpt_oss;
 mod liquid;
 mod qwen;
 mod rules;
@@ -16,6 +17,7 @@ use crate::arch::weight_id::{
 use crate::error::Unsupported;
 use crate::ops::ValueOrder;
 
+pub use gpt_oss::GPT_OSS;
 pub use liquid::{LFM2, LFM2_MOE};
 pub use qwen::{QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT};
 pub use rules::{Activation, ExpertKeys, QkNorm, QueryScalar, RopeRows, SoftCap, WindowRule};
@@ -60,6 +62,8 @@ pub struct ArchSpec {
     pub multipliers: bool,
     /// The scale of attention scores where it is not `1 / sqrt(d_head)`.
     pub query_scalar: Option<QueryScalar>,
+    /// Each head has a sink: a logit that joins the sum of the softmax's weights.
+    pub attn_sinks: bool,
     /// The soft cap of attention scores.
     pub attn_soft_cap: SoftCap,
     /// The soft cap of logits.
@@ -88,6 +92,9 @@ pub struct ArchSpec {
     pub folder_rope_rows: RopeRows,
     /// Row order of q and k in a GGUF file.
     pub gguf_rope_rows: RopeRows,
+    /// Tokens that end a completion in a GGUF file, whose keys do not name all of them, or name one that ends only a
+    /// part. Empty: those of the keys.
+    pub gguf_end_tokens: &'static [&'static str],
     /// Names in a folder.
     pub folder_names: &'static NameTable,
     /// Names in a GGUF file.
@@ -113,6 +120,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     embed_sqrt: false,
     multipliers: false,
     query_scalar: None,
+    attn_sinks: false,
     attn_soft_cap: SoftCap::Unsupported,
     logit_soft_cap: SoftCap::Unsupported,
     window: WindowRule::Unsupported,
@@ -127,6 +135,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     shared_expert: false,
     folder_rope_rows: RopeRows::HalfSplit,
     gguf_rope_rows: RopeRows::Interleaved,
+    gguf_end_tokens: &[],
     folder_names: &FOLDER_NAMES,
     gguf_names: &GGUF_NAMES,
 };
@@ -326,7 +335,7 @@ pub const MIXTRAL: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 24] = [
+pub static ARCHITECTURES: [ArchSpec; 25] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -351,6 +360,7 @@ pub static ARCHITECTURES: [ArchSpec; 24] = [
     QWEN3_NEXT,
     LFM2,
     LFM2_MOE,
+    GPT_OSS,
 ];
 
 /// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the

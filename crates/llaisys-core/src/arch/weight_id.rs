@@ -1,7 +1,9 @@
 //! Ids of the weights of a model, and their names in each container.
 
+mod gpt_oss;
 mod hybrid;
 
+pub use gpt_oss::{GPT_OSS_FOLDER_NAMES, GPT_OSS_GGUF_NAMES};
 pub use hybrid::{
     LFM2_FOLDER_NAMES, LFM2_GGUF_NAMES, QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES,
     QWEN3_NEXT_FOLDER_NAMES, QWEN3_NEXT_GGUF_NAMES,
@@ -53,6 +55,8 @@ pub enum LayerWeight {
     QNorm,
     /// As `QNorm`, of the keys.
     KNorm,
+    /// Sink of each head, `[n_heads]`.
+    Sinks,
     /// Output projection, `[d_model, n_heads * d_head]`.
     O,
     /// `[d_model]`, with `o_bias`.
@@ -75,12 +79,18 @@ pub enum LayerWeight {
     Router,
     /// Added to the scores of experts before some are chosen, `[n_experts]`.
     RouterBias,
+    /// Bias of the router's projection, `[n_experts]`.
+    RouterProjectionBias,
     /// A matrix of one expert, shaped as in a dense layer.
     Expert(usize, ExpertPart),
     /// The matrices of all experts, `[n_experts, ..]`, where a container stacks them.
     Experts(ExpertPart),
     /// Gate over up of each expert, `[n_experts, 2 * d_ff, d_model]`, where a container stacks and fuses them.
     ExpertsGateUp,
+    /// The biases of a matrix of all experts, `[n_experts, ..]`.
+    ExpertsBias(ExpertPart),
+    /// The biases of `ExpertsGateUp`, `[n_experts, 2 * d_ff]`.
+    ExpertsGateUpBias,
     /// A matrix of the expert that all tokens use.
     Shared(ExpertPart),
     /// Weight of the shared expert in a row before the sigmoid, `[1, d_model]`.
@@ -149,6 +159,11 @@ impl LayerWeight {
     /// The biases of the feed-forward block.
     pub(crate) const MLP_BIASES: &[Self] = &[Self::GateBias, Self::UpBias, Self::DownBias];
 
+    /// True for the biases of all experts, which are vectors although their tensor has two dimensions.
+    pub fn is_stacked_bias(self) -> bool {
+        matches!(self, Self::ExpertsBias(_) | Self::ExpertsGateUpBias)
+    }
+
     /// True for the weights of norms from which a folder subtracts the architecture's offset.
     pub fn is_norm(self) -> bool {
         matches!(
@@ -201,6 +216,8 @@ pub struct NameTable {
     pub ignored_endings: &'static [&'static str],
     /// Prefixes of tensors that are skipped: heads that predict several tokens.
     pub skipped: &'static [&'static str],
+    /// Rows of gate and up alternate in stacked experts, and stacked experts in floats are stored transposed.
+    pub interleaved_experts: bool,
 }
 
 const TWO_NORMS: Names = &[
@@ -251,6 +268,7 @@ pub const FOLDER_NAMES: NameTable = NameTable {
     // Old checkpoints saved the rope frequencies, which follow from the configuration.
     ignored_endings: &[".rotary_emb.inv_freq"],
     skipped: &[],
+    interleaved_experts: false,
 };
 
 /// Names in a folder of an architecture with norms after each block (Gemma, OLMo 2).
@@ -371,6 +389,7 @@ pub const GGUF_NAMES: NameTable = NameTable {
     in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_FEED_FORWARD],
     ignored_endings: &[],
     skipped: &[],
+    interleaved_experts: false,
 };
 
 /// Names in a GGUF file of Seed-OSS: the norm before the feed-forward block has the name of one after attention.

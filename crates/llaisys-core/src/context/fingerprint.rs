@@ -2,8 +2,9 @@
 //! exchange cells.
 
 use super::ContextConfig;
-use crate::arch::config::{Experts, ModelConfig};
+use crate::arch::config::ModelConfig;
 use crate::arch::delta_net::DeltaNet;
+use crate::arch::experts::Experts;
 use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{QueryScaling, RopeConfig, RopeScaling};
 use crate::arch::short_conv::ShortConv;
@@ -11,7 +12,7 @@ use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
 use crate::load::checkpoint::Checkpoint;
-use crate::ops::{DeltaHeads, ValueOrder};
+use crate::ops::{ClampedSilu, DeltaHeads, Gate, ValueOrder};
 use std::fmt::Display;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -122,6 +123,7 @@ impl Text {
             embed_scale,
             residual_scale,
             logit_scale,
+            gate,
             experts,
             d_shared,
             tied_head,
@@ -171,6 +173,10 @@ impl Text {
         self.f32("embed_scale", *embed_scale);
         self.f32("residual_scale", *residual_scale);
         self.f32("logit_scale", *logit_scale);
+        if let Gate::ClampedSilu(ClampedSilu { limit, alpha }) = gate {
+            self.f32("gate.limit", *limit);
+            self.f32("gate.alpha", *alpha);
+        }
         if let Some(experts) = experts {
             self.experts(experts);
         }
@@ -193,13 +199,17 @@ impl Text {
     }
 
     fn experts(&mut self, experts: &Experts) {
-        let Experts { n, n_used, normalize, sigmoid, has_bias, scale, n_dense, d_dense } = experts;
+        let Experts { n, n_used, normalize, sigmoid, projection_biases, has_bias, scale, n_dense, d_dense } =
+            experts;
         self.put("n_experts", n);
         self.put("n_experts_used", n_used);
         self.put("normalize_experts", normalize);
         if *sigmoid {
             self.put("sigmoid_experts", has_bias);
             self.f32("scale_experts", *scale);
+        }
+        if *projection_biases {
+            self.put("expert_biases", projection_biases);
         }
         if *n_dense > 0 {
             self.put("dense_layers", format_args!("{n_dense} {d_dense}"));
@@ -246,8 +256,12 @@ impl Text {
         let activation = match arch.activation {
             Activation::Silu => "silu",
             Activation::GeluTanh => "gelu_tanh",
+            Activation::ClampedSilu => "clamped_silu",
         };
         self.put("arch.activation", activation);
+        if arch.attn_sinks {
+            self.put("arch.attn_sinks", arch.attn_sinks);
+        }
         let rows = |rows| match rows {
             RopeRows::HalfSplit => "half_split",
             RopeRows::Interleaved => "interleaved",

@@ -249,8 +249,13 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
-        if self.model.recurrent_layer.is_some() {
-            let (name, stored) = (name.to_owned(), "weights of a model with recurrent layers");
+        let of_model = match self.model.recurrent_layer {
+            Some(_) => Some("weights of a model with recurrent layers"),
+            None if self.model.arch.attn_sinks => Some("weights of a model with attention sinks"),
+            None => None,
+        };
+        if let Some(stored) = of_model {
+            let name = name.to_owned();
             return Err(Unsupported::ReplaceWeight { name, stored, given: "new values" }.into());
         }
         if self.config.n_ranks > 1 {

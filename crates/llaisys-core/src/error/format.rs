@@ -58,6 +58,9 @@ pub enum FormatError {
     /// A NaN in a matrix of FP8 numbers.
     #[error("tensor {name:?} holds a NaN (0x7f or 0xff in E4M3) in row {row}; convert the checkpoint again")]
     Nan { name: String, row: usize },
+    /// A NaN among the exponents of a matrix in MXFP4.
+    #[error("tensor {name:?} holds a NaN (exponent 255) in row {row}; convert the checkpoint again")]
+    NanScale { name: String, row: usize },
     /// A scale of a quantized matrix that cannot be used.
     #[error(
         "tensor {name:?} holds the scale {value:e}; scales are finite, not zero and up to {max} in magnitude: \

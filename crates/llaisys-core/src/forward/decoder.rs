@@ -8,13 +8,13 @@
 
 use super::journal::Journal;
 use super::workspace::{Activations, ExpertRows};
-use crate::arch::config::{Experts, ModelConfig};
+use crate::arch::config::ModelConfig;
+use crate::arch::experts::Experts;
 use crate::arch::spec::QkNorm;
 use crate::error::DeviceError;
 use crate::forward::weights::{
     Attention, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert, Weights,
 };
-use crate::ops::packed::PackedMatrix;
 use crate::ops::{
     self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows, RopeTable, Routing,
     Scoring,
@@ -75,7 +75,7 @@ impl Decoder {
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
         let rope = config.rope.table(config.d_rope);
         let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_rope));
-        let gate = config.arch.activation.gate();
+        let gate = config.gate;
         Self { config, weights, rope, local_rope, gate }
     }
 
@@ -188,7 +188,8 @@ impl Decoder {
         ops::kv_store(cx, pass.kv.layer_mut(of_kind), rows.cells, w.k, w.v);
         let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
         let seen = rows.windowed.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
-        ops::attention(cx, Queries { q: w.q, scoring }, pass.kv.layer(of_kind), seen, w.attended);
+        let queries = Queries { q: w.q, scoring, sinks: weights.sinks.as_deref() };
+        ops::attention(cx, queries, pass.kv.layer(of_kind), seen, w.attended);
         if weights.gate.is_some() {
             ops::sigmoid_gate(cx, w.attended, w.attn_gate);
         }
@@ -237,8 +238,7 @@ impl Decoder {
     /// experts, then the shared one, so that the sum does not depend on which rows are computed together.
     fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
-        let router = ops::LinearPart { weight: mixture.router, bias: None };
-        ops::linear(cx, mixture.input, &[router], &mut [&mut *w.logits]);
+        ops::linear(cx, mixture.input, &[mixture.router.part()], &mut [&mut *w.logits]);
         let Experts { n: n_experts, n_used, normalize, sigmoid, scale, .. } = mixture.config;
         let routing = Routing { n_experts, n_used, sigmoid, bias: mixture.bias, normalize, scale };
         ops::route(w.logits, routing, w.routes);
@@ -402,7 +402,7 @@ pub(super) struct Pass<'a> {
 
 /// The mixture of experts of a layer, and its activations.
 struct Mixture<'a> {
-    router: &'a PackedMatrix,
+    router: &'a Projection,
     bias: Option<&'a [f32]>,
     experts: &'a [Mlp],
     shared: Option<&'a SharedExpert>,

@@ -231,7 +231,7 @@ impl Encoder {
         let seen = AttentionRows { cells: &work.cells, rows: seen, window: None };
         let scoring = Scoring { scale: 1.0 / (d_head as f32).sqrt(), soft_cap: None };
         let attended = first(&mut work.attended, len);
-        ops::attention(cx, Queries { q, scoring }, kv.layer(0), seen, attended);
+        ops::attention(cx, Queries { q, scoring, sinks: None }, kv.layer(0), seen, attended);
         self.add_projection(cx, attended, &layer.o, Residual { x: &mut *x, scratch });
         if let Some(norm) = layer.attn_norm.as_ref().filter(|_| !config.spec.pre_norms) {
             self.normalize(cx, norm, x);

@@ -43,12 +43,15 @@ impl Shard {
         let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
         let d_ff = divided("the feed-forward width", whole.d_ff)?;
         let norms_all_heads = whole.qk_norm && whole.arch.qk_norm == QkNorm::Projection;
-        if self.world > 1 && (norms_all_heads || whole.recurrent_layer.is_some()) {
+        let has_sinks = whole.arch.attn_sinks;
+        if self.world > 1 && (norms_all_heads || has_sinks || whole.recurrent_layer.is_some()) {
             return Err(Unsupported::Feature {
                 what: "tensor parallelism of the architecture",
                 value: whole.arch.architecture.to_owned(),
                 supported: if norms_all_heads {
                     "architectures that normalize no queries, or each head by itself"
+                } else if has_sinks {
+                    "architectures without attention sinks"
                 } else {
                     "architectures without recurrent layers"
                 },
@@ -117,7 +120,10 @@ fn split(id: WeightId) -> Split {
         LayerWeight::OBias | LayerWeight::DownBias => Split::Whole,
         // Of models that are not split.
         LayerWeight::AttnGate | LayerWeight::Shared(_) | LayerWeight::SharedScale => Split::Whole,
-        LayerWeight::Delta(_) | LayerWeight::ShortConv(_) => Split::Whole,
+        LayerWeight::Delta(_) | LayerWeight::ShortConv(_) | LayerWeight::Sinks => Split::Whole,
+        LayerWeight::RouterProjectionBias | LayerWeight::ExpertsBias(_) | LayerWeight::ExpertsGateUpBias => {
+            Split::Whole
+        }
         LayerWeight::Qkv
         | LayerWeight::QAndGate
         | LayerWeight::GateUp

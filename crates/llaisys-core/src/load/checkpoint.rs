@@ -20,6 +20,7 @@ use crate::load::packed_size::PackedBytes;
 use crate::load::safetensors;
 use crate::load::tensor_files::{StoredTensor, TensorFiles, buffer_of};
 use crate::load::tokenizer_json;
+use crate::load::transposed::Transposed;
 use crate::load::weight_format::quantizes;
 use crate::quant::dequantize_row;
 use crate::tensor::{RowView, TensorRows};
@@ -55,6 +56,8 @@ pub struct Checkpoint {
 enum Location {
     /// In the tensor of this index.
     Stored(usize),
+    /// In a tensor that has rows as columns.
+    Transposed(Transposed),
     /// In several tensors, which make up a quantized matrix.
     Quantized(QuantizedMatrix),
 }
@@ -63,7 +66,9 @@ impl Location {
     /// The type of the rows that are read.
     fn dtype(&self, files: &TensorFiles) -> DType {
         match self {
-            Location::Stored(index) => files.tensors()[*index].dtype,
+            Location::Stored(index) | Location::Transposed(Transposed { index, .. }) => {
+                files.tensors()[*index].dtype
+            }
             Location::Quantized(matrix) => matrix.dtype(),
         }
     }
@@ -159,9 +164,13 @@ impl Checkpoint {
         for id in config.weight_ids() {
             let n_elements = config.shape(id).iter().product();
             sizes.push(match by_id[&id] {
-                Location::Stored(index) => {
+                location @ (Location::Stored(index) | Location::Transposed(Transposed { index, .. })) => {
                     let stored = &files.tensors()[index];
-                    check_stored(stored, id, config.shape(id))?;
+                    let mut shape = config.shape(id);
+                    if let (Location::Transposed(_), [.., n, k]) = (location, &mut shape[..]) {
+                        std::mem::swap(n, k);
+                    }
+                    check_stored(stored, id, shape)?;
                     TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() }
                 }
                 Location::Quantized(matrix) => {
@@ -202,17 +211,21 @@ impl Checkpoint {
     }
 
     /// The tensor of a weight, in the shape of the configuration; None if the model has no such weight, or it is stored
-    /// in several tensors.
+    /// transposed or in several tensors.
     pub fn tensor(&self, id: WeightId) -> Option<&StoredTensor> {
         match self.by_id.get(&id)? {
             Location::Stored(index) => Some(&self.files.tensors()[*index]),
-            Location::Quantized(_) => None,
+            Location::Transposed(_) | Location::Quantized(_) => None,
         }
     }
 
-    /// True if [`Checkpoint::read`] reads the whole weight for any of its rows. Panics if the model has no such weight.
+    /// True if [`Checkpoint::read`] reads a whole matrix for any of its rows. Panics if the model has no such weight.
     pub fn is_read_whole(&self, id: WeightId) -> bool {
-        matches!(self.by_id[&id], Location::Quantized(matrix) if matrix.is_read_whole())
+        match self.by_id[&id] {
+            Location::Stored(_) => false,
+            Location::Transposed(_) => true,
+            Location::Quantized(matrix) => matrix.is_read_whole(),
+        }
     }
 
     /// The element type of what [`Checkpoint::read`] returns for `id`. Panics if the model has no such weight.
@@ -229,8 +242,8 @@ impl Checkpoint {
         }
         for id in self.config.weight_ids().filter(|&id| self.config.shape(id).len() > 1) {
             let dtype = match self.by_id[&id] {
-                Location::Stored(index) => self.files.tensors()[index].dtype,
                 Location::Quantized(matrix) => matrix.reported_dtype(),
+                location => location.dtype(&self.files),
             };
             if dtype.is_quantized() && dtype != DType::Fp8 {
                 let tensor = self.config.name(id).expect(NAMED);
@@ -263,6 +276,7 @@ impl Checkpoint {
                 self.files.read(index, rows.start * row_bytes, bytes, pool)?;
                 &*bytes
             }
+            Location::Transposed(stack) => stack.read(&self.files, rows, buffer, pool)?,
             Location::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
         };
         Ok(TensorRows { dtype, shape, bytes })
@@ -393,7 +407,7 @@ fn find_weights(
             Some(quantization) => quantization.find(files, &name, &config.shape(id))?,
             None => None,
         };
-        let stored = || files.find(&name).map(Location::Stored);
+        let stored = || files.find(&name).map(|index| single(config, id, &files.tensors()[index], index));
         let location = matrix.map(Location::Quantized).or_else(stored);
         match location {
             Some(location) => {
@@ -409,6 +423,19 @@ fn find_weights(
     match missing {
         Some(first) => Err(FormatError::MissingTensors { n_missing, first }.into()),
         None => Ok((by_id, by_name)),
+    }
+}
+
+/// Returns the location of a weight in a single tensor.
+fn single(config: &ModelConfig, id: WeightId, stored: &StoredTensor, index: usize) -> Location {
+    let WeightId::Layer(_, LayerWeight::ExpertsGateUp | LayerWeight::Experts(_)) = id else {
+        return Location::Stored(index);
+    };
+    match config.shape(id)[..] {
+        [_, n_rows, n_columns] if config.names.interleaved_experts && !stored.dtype.is_quantized() => {
+            Location::Transposed(Transposed { index, n_rows, n_columns })
+        }
+        _ => Location::Stored(index),
     }
 }
 
@@ -445,7 +472,7 @@ fn reject_extra(
 ) -> Result<(), FormatError> {
     let (table, lm_head) = (config.names, config.name(WeightId::LmHead));
     let indices_of = |location: &Location| match location {
-        Location::Stored(index) => vec![*index],
+        Location::Stored(index) | Location::Transposed(Transposed { index, .. }) => vec![*index],
         Location::Quantized(matrix) => matrix.indices(),
     };
     let known: HashSet<usize> = by_id.values().flat_map(indices_of).collect();

@@ -32,6 +32,8 @@ pub mod safetensors;
 pub mod tensor_files;
 pub mod tokenizer_json;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+mod transposed;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub mod weight_format;
 
 /// Upper bound on the bytes of a tensor's name or a metadata key.

@@ -70,8 +70,12 @@ struct Sizes<'a> {
 impl Sizes<'_> {
     fn total(&self) -> usize {
         let config = self.config;
-        let shapes = config.weight_ids().map(|id| config.shape(id));
-        let vectors: usize = shapes.filter(|shape| shape.len() == 1).map(|shape| shape[0]).sum();
+        let is_vector = |id: &WeightId| match id {
+            WeightId::Layer(_, part) if part.is_stacked_bias() => true,
+            &id => config.shape(id).len() == 1,
+        };
+        let shapes = config.weight_ids().filter(is_vector).map(|id| config.shape(id));
+        let vectors: usize = shapes.map(|shape| shape.iter().product::<usize>()).sum();
         let taps = config.recurrent_layer.map_or(0, |layer| layer.taps_len());
         let vectors = vectors + config.n_recurrent() * taps;
         let head = if config.tied_head { 0 } else { self.matrix(WeightId::LmHead) };

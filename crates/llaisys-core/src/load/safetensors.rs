@@ -176,6 +176,7 @@ fn dtype_of(tensor: &str, dtype: FileType) -> Result<DType, Unsupported> {
         FileType::BF16 => Ok(DType::BF16),
         // Parts of quantized matrices. As weights they are rejected later.
         FileType::I8 => Ok(DType::I8),
+        FileType::U8 => Ok(DType::U8),
         FileType::I32 => Ok(DType::I32),
         FileType::I64 => Ok(DType::I64),
         FileType::F8_E4M3 => Ok(DType::F8E4M3),

@@ -5,7 +5,7 @@
 
 pub mod attention;
 
-use crate::ops::HeadWidths;
+use crate::ops::{ClampedSilu, HeadWidths};
 
 /// The relative error of one rounding to f32: half the distance between f32 numbers at 1.
 pub const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
@@ -199,6 +199,15 @@ pub fn swiglu_widths() -> Vec<usize> {
 /// Where e^-g overflows (g < -88.73) the result is zero instead of at most 1e-36 times up.
 pub fn swiglu_tolerance(up: f64, want: f64) -> f64 {
     (2e-7 + 3.0 * ROUNDING) * want.abs() + 1e-36 * up.abs() + UNDERFLOW
+}
+
+/// The largest error of `clamped_swiglu` against `want`, given its gate.
+///
+/// The exponent rounds twice, with the constant of `alpha`; its absolute error is the relative error of the exponential.
+/// The sum with 1 and one more product round as well. The rest is as in [`swiglu_tolerance`].
+pub fn clamped_swiglu_tolerance(clamp: ClampedSilu, gate: f32, want: f64) -> f64 {
+    let exponent = f64::from(clamp.alpha * gate.min(clamp.limit).abs()).min(110.0);
+    (2e-7 + (5.0 + 2.0 * exponent) * ROUNDING) * want.abs() + 1e-36 + UNDERFLOW
 }
 
 /// The largest error of `geglu` against `want`, given gate and up.

@@ -27,7 +27,7 @@ pub use cpu::delta_gates::delta_gates;
 pub use cpu::delta_rule::{DeltaInputs, Recurrence, delta_rule};
 pub use cpu::dispatch;
 pub use cpu::embed::embed;
-pub use cpu::gate::{Gate, GateBias, gate_up_row, gate_up_rows};
+pub use cpu::gate::{ClampedSilu, Gate, GateBias, gate_up_row, gate_up_rows};
 pub use cpu::gated_norm::gated_norm;
 pub use cpu::gather::gather;
 pub use cpu::gelu::gelu;

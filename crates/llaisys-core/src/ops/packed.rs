@@ -122,7 +122,7 @@ impl PackedFormat {
     pub const fn of(dtype: DType) -> Self {
         match dtype {
             DType::F32 | DType::F16 => PackedFormat::F32,
-            DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => PackedFormat::F32,
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::F8E4M3 => PackedFormat::F32,
             DType::BF16 => PackedFormat::BF16,
             DType::Q8_0 | DType::IQ4_NL | DType::Int8 | DType::Fp8 => PackedFormat::Q8_0,
             DType::Q4_0 => PackedFormat::Q4_0,

@@ -54,7 +54,7 @@ impl Block {
     pub fn parse(dtype: DType, bytes: &[u8], i: usize) -> Option<Self> {
         match dtype {
             DType::F32 | DType::F16 | DType::BF16 => None,
-            DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => None,
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::F8E4M3 => None,
             DType::Q8_0 => Some(q8_0::parse(bytes)),
             DType::Q4_0 => Some(q4_0::parse(bytes)),
             DType::Q4_1 => Some(q4_1::parse(bytes)),
@@ -115,7 +115,7 @@ pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
         DType::BF16 => plain(row.bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
         DType::Fp8 => fp8::dequantize(row.bytes, out),
         DType::Int4 => int4::dequantize(row.bytes, out),
-        DType::I8 | DType::I32 | DType::I64 | DType::F8E4M3 => {
+        DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::F8E4M3 => {
             unreachable!("the loader rejects weights of this type")
         }
         _ => Block::for_each(row, |i, block| {

@@ -3,7 +3,8 @@
 
 use crate::model_files::folder::Folder;
 use crate::model_files::{assert_names, format_error, unsupported};
-use llaisys_core::arch::config::{Experts, ModelConfig};
+use llaisys_core::arch::config::ModelConfig;
+use llaisys_core::arch::experts::Experts;
 use llaisys_core::arch::rope::{RopeConfig, RopeScaling};
 use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::spec::{ExpertPart, LayerWeight, WeightId};
@@ -298,6 +299,7 @@ fn each_expert_matrix_is_one_weight() {
         n_used: 2,
         normalize: false,
         sigmoid: false,
+        projection_biases: false,
         has_bias: false,
         scale: 1.0,
         n_dense: 0,

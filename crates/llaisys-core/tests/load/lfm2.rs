@@ -5,7 +5,8 @@ use super::hybrids::{config, with};
 use crate::common::settings;
 use crate::model_files::gguf::{F32, Gguf, Meta, Tensor};
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
-use llaisys_core::arch::config::{Experts, ModelConfig};
+use llaisys_core::arch::config::ModelConfig;
+use llaisys_core::arch::experts::Experts;
 use llaisys_core::arch::recurrent::RecurrentLayer;
 use llaisys_core::arch::row_map::RowMap;
 use llaisys_core::arch::short_conv::ShortConv;
@@ -272,6 +273,7 @@ fn the_first_layers_are_dense_and_the_others_have_experts() {
         n_used: 2,
         normalize: true,
         sigmoid: true,
+        projection_biases: false,
         has_bias: true,
         scale: 1.0,
         n_dense: 2,

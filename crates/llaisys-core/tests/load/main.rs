@@ -16,6 +16,7 @@ mod families;
 mod folder;
 mod gguf;
 mod gguf_config;
+mod gpt_oss;
 mod hybrid_files;
 mod hybrids;
 mod lfm2;

@@ -135,7 +135,7 @@ fn rows_of(weights: &Weights) -> Vec<f32> {
         match &layer.feed_forward {
             FeedForward::Dense(mlp) => matrices.extend([&mlp.gate_up, &mlp.down.matrix]),
             FeedForward::Experts { router, bias: _, experts, shared } => {
-                matrices.push(router);
+                matrices.push(&router.matrix);
                 let shared = shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down.matrix, &s.scale]);
                 matrices.extend(shared);
                 matrices.extend(experts.iter().flat_map(|mlp| [&mlp.gate_up, &mlp.down.matrix]));

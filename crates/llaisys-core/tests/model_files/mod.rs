@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
 pub mod folder;
 pub mod gguf;
+pub mod gpt_oss;
 pub mod scaled;
 #[path = "../common/temp_folder.rs"]
 mod temp_folder;

@@ -15,7 +15,7 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
 
 fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     let mut out = vec![f32::NAN; input.q.len()];
-    attention(cx, Queries { q: &input.q, scoring: input.scoring }, input.layer(), input.rows(), &mut out);
+    attention(cx, input.queries_of(&input.q), input.layer(), input.rows(), &mut out);
     out
 }
 
@@ -36,7 +36,7 @@ fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
             row = AttentionRow { start: start + cut, n_hidden, n_visible };
         }
         let rows = AttentionRows { cells: &own, rows: std::slice::from_ref(&row), window };
-        let q = Queries { q: &input.q[place.clone()], scoring: input.scoring };
+        let q = input.queries_of(&input.q[place.clone()]);
         attention(cx, q, input.layer(), rows, &mut out[place]);
     }
     out
@@ -57,7 +57,11 @@ fn attention_agrees_with_the_reference_within_rounding() {
             continue;
         }
         let (q, scoring) = input.queries();
-        let want = reference::attention::attention(&q, scoring, input.numbers(), input.rows());
+        let want = reference::attention::attention(
+            Queries { scoring, ..input.queries_of(&q) },
+            input.numbers(),
+            input.rows(),
+        );
         let bound = input.tolerance();
         for isa in IsaName::available() {
             let got = compute(&mut context(isa, 2), &input);
@@ -181,25 +185,23 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
                 })
                 .collect();
             let all = AttentionRows { cells, rows: &rows, window: None };
-            let want = reference::attention::attention(&q, scoring, input.numbers(), all);
+            let want = reference::attention::attention(
+                Queries { scoring, ..input.queries_of(&q) },
+                input.numbers(),
+                all,
+            );
             let row_len = input.q.len() / rows.len();
             for isa in IsaName::available() {
                 let mut cx = context(isa, 2);
                 let mut got = vec![f32::NAN; input.q.len()];
-                attention(
-                    &mut cx,
-                    Queries { q: &input.q, scoring: input.scoring },
-                    input.layer(),
-                    all,
-                    &mut got,
-                );
+                attention(&mut cx, input.queries_of(&input.q), input.layer(), all, &mut got);
                 for (got, want) in got.iter().zip(&want) {
                     assert!((f64::from(*got) - want).abs() <= input.tolerance(), "{isa:?} {len} {window:?}");
                 }
                 for (i, want) in got.chunks(row_len).enumerate().step_by(13) {
                     let rows = AttentionRows { cells, rows: &rows[i..=i], window: None };
                     let mut alone = vec![f32::NAN; row_len];
-                    let q = Queries { q: &input.q[i * row_len..(i + 1) * row_len], scoring: input.scoring };
+                    let q = input.queries_of(&input.q[i * row_len..(i + 1) * row_len]);
                     attention(&mut context(isa, 1), q, input.layer(), rows, &mut alone);
                     assert_same_bits(&alone, want, &format!("{isa:?} {len} {window:?} row {i}"));
                 }

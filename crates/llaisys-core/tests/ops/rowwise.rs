@@ -6,7 +6,7 @@ use crate::stored::{Rng, Stored};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::cases::{self, RowsCase, Size, SplitMix64};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::{self, Gate, LayerNorm, OpContext, RopeTable, Routing, reference};
+use llaisys_core::ops::{self, ClampedSilu, Gate, LayerNorm, OpContext, RopeTable, Routing, reference};
 use llaisys_core::tensor::RowView;
 
 fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
@@ -179,6 +179,28 @@ fn assert_swiglu(cx: &mut OpContext, d_ff: usize, gate: &[f32], up: &[f32]) {
     for ((gate, up), y) in gate.chunks_exact(d_ff).zip(up.chunks_exact(d_ff)).zip(y.chunks_exact(d_ff)) {
         let alone = gated(cx, Gate::Silu, d_ff, gate, up);
         assert_same_bits(y, &alone, &what);
+    }
+}
+
+/// Gates and ups from far below the bounds to far above them, the bounds themselves, and NaN.
+#[test]
+fn clamped_swiglu_agrees_with_the_reference_within_rounding() {
+    for mut cx in contexts() {
+        for (limit, alpha) in [(7.0, 1.702), (0.5, 3.0)] {
+            let clamp = ClampedSilu { limit, alpha };
+            let mut gate: Vec<f32> = (-60 * 64..20 * 64).map(|i| i as f32 / 64.0).collect();
+            gate.extend([limit, -limit, f32::INFINITY, 1e30, -1e30, 1e-30, 0.0]);
+            let mut up: Vec<f32> = SplitMix64::new(4).values(Size::Unit, gate.len());
+            up.iter_mut().for_each(|up| *up *= 2.0 * limit);
+            let of = Gate::ClampedSilu(clamp);
+            let y = gated(&mut cx, of, gate.len(), &gate, &up);
+            let want = reference::clamped_swiglu::clamped_swiglu(&gate, &up, clamp);
+            let bound = |i: usize, want| cases::clamped_swiglu_tolerance(clamp, gate[i], want);
+            assert_close(&y, &want, bound, &name(&cx));
+            for (gate, up) in [(f32::NAN, 1.0), (1.0, f32::NAN)] {
+                assert!(gated(&mut cx, of, 1, &[gate], &[up])[0].is_nan(), "{}", name(&cx));
+            }
+        }
     }
 }
 

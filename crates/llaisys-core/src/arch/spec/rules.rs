@@ -1,6 +1,6 @@
 //! The values of an architecture's properties.
 
-use crate::ops::{Gate, HeadWidths};
+use crate::ops::{ClampedSilu, Gate, HeadWidths};
 
 /// Activation of the gate of the feed-forward block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,14 +9,18 @@ pub enum Activation {
     Silu,
     /// The tanh form of gelu.
     GeluTanh,
+    /// Silu with bounds of gate and up; `config.json` can state them.
+    ClampedSilu,
 }
 
 impl Activation {
-    /// The op's name of the activation.
+    /// The gate where the file states no numbers.
     pub fn gate(self) -> Gate {
         match self {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
+            // transformers' defaults in gpt-oss.
+            Activation::ClampedSilu => Gate::ClampedSilu(ClampedSilu { limit: 7.0, alpha: 1.702 }),
         }
     }
 }
@@ -83,6 +87,8 @@ pub struct ExpertKeys {
     pub normalize_default: bool,
     /// Scores are sigmoids, the router has a bias, and the first layers are dense: keys of LFM2 are read.
     pub sigmoid: bool,
+    /// The router and the matrices of experts add biases.
+    pub projection_biases: bool,
 }
 
 impl ExpertKeys {
@@ -93,6 +99,7 @@ impl ExpertKeys {
         normalize: None,
         normalize_default: false,
         sigmoid: false,
+        projection_biases: false,
     };
 }
 

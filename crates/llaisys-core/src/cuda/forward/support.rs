@@ -7,7 +7,7 @@ use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Architectures with which the GPU's forward pass has not been verified.
-const CPU_ONLY: [&str; 13] = [
+const CPU_ONLY: [&str; 14] = [
     "SmolLM3ForCausalLM",
     "Olmo3ForCausalLM",
     "Ministral3ForCausalLM",
@@ -21,6 +21,7 @@ const CPU_ONLY: [&str; 13] = [
     "Qwen3NextForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
+    "GptOssForCausalLM",
 ];
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.

@@ -27,6 +27,7 @@ fn constants(element: Element, kind: GateKind) -> [(&'static str, u32); 2] {
     let number = match kind {
         GateKind::Silu => 0,
         GateKind::GeluTanh => 1,
+        GateKind::ClampedSilu(_) => unreachable!("models with it run on the CPU"),
         GateKind::Gelu => unreachable!("only encoders have it, which run on the CPU"),
     };
     [kernel_source::storage(element), ("LL_GATE", number)]

@@ -13,7 +13,7 @@ pub enum FeedForward {
     /// A mixture of experts: the router chooses some for each token.
     Experts {
         /// `[n_experts, d_model]`, in f32: with a rounding error the router could choose other experts.
-        router: PackedMatrix,
+        router: Projection,
         /// Decides with the scores which experts are chosen, `[n_experts]`.
         bias: Option<Vec<f32>>,
         /// By expert number.
@@ -59,7 +59,9 @@ impl FeedForward {
             (FeedForward::Dense(mlp), LayerWeight::GateBias) => vec![(vector(&mut mlp.gate_bias), 0)],
             (FeedForward::Dense(mlp), LayerWeight::UpBias) => vec![(vector(&mut mlp.up_bias), 0)],
             (FeedForward::Dense(mlp), LayerWeight::DownBias) => vec![(vector(&mut mlp.down.bias), 0)],
-            (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Target::Matrix(router), 0)],
+            (FeedForward::Experts { router, .. }, LayerWeight::Router) => {
+                vec![(Target::Matrix(&mut router.matrix), 0)]
+            }
             (FeedForward::Experts { bias, .. }, LayerWeight::RouterBias) => vec![(vector(bias), 0)],
             (FeedForward::Experts { experts, .. }, LayerWeight::Expert(expert, matrix)) => {
                 vec![(experts[expert].target(matrix), 0)]
@@ -82,8 +84,8 @@ impl FeedForward {
             FeedForward::Dense(mlp) => mlp.n_bytes(),
             FeedForward::Experts { router, bias, experts, shared } => {
                 let shared = shared.iter().map(|shared| shared.mlp.n_bytes() + shared.scale.n_bytes());
-                let n_biases = bias.as_ref().map_or(0, Vec::len);
-                router.n_bytes()
+                let n_biases = [bias, &router.bias].into_iter().flatten().map(Vec::len).sum::<usize>();
+                router.matrix.n_bytes()
                     + n_biases * size_of::<f32>()
                     + experts.iter().map(Mlp::n_bytes).chain(shared).sum::<usize>()
             }

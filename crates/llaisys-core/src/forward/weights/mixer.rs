@@ -30,6 +30,8 @@ pub struct Attention {
     pub q_norm: Option<Vec<f32>>,
     /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
     pub k_norm: Option<Vec<f32>>,
+    /// Sink of each head, `[n_heads]`.
+    pub sinks: Option<Vec<f32>>,
     /// `[d_model, n_heads * d_head]`.
     pub o: Projection,
 }
@@ -118,9 +120,9 @@ impl Mixer {
 
 impl Attention {
     fn n_bytes(&self) -> usize {
-        let Attention { q, k, v, gate, q_norm, k_norm, o } = self;
+        let Attention { q, k, v, gate, q_norm, k_norm, sinks, o } = self;
         let matrices = [&q.matrix, &k.matrix, &v.matrix, &o.matrix];
-        let vectors = [q_norm, k_norm, &q.bias, &k.bias, &v.bias, &o.bias];
+        let vectors = [q_norm, k_norm, sinks, &q.bias, &k.bias, &v.bias, &o.bias];
         let n_values = vectors.into_iter().flatten().map(Vec::len).sum::<usize>();
         let n_bytes = matrices.into_iter().chain(gate).map(PackedMatrix::n_bytes).sum::<usize>();
         n_bytes + n_values * size_of::<f32>()

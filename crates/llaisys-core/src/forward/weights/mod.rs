@@ -129,6 +129,9 @@ impl Weights {
             | LayerWeight::DownBias
             | LayerWeight::Router
             | LayerWeight::RouterBias
+            | LayerWeight::RouterProjectionBias
+            | LayerWeight::ExpertsBias(_)
+            | LayerWeight::ExpertsGateUpBias
             | LayerWeight::Expert(..)
             | LayerWeight::Experts(_)
             | LayerWeight::ExpertsGateUp

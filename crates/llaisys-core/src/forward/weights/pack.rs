@@ -138,6 +138,7 @@ impl Packer<'_> {
             gate: gate.transpose()?,
             q_norm: some(norm, LayerWeight::QNorm)?,
             k_norm: some(norm, LayerWeight::KNorm)?,
+            sinks: some(config.arch.attn_sinks, LayerWeight::Sinks)?,
             o: projection(LayerWeight::O, LayerWeight::OBias, config.o_bias)?,
         })
     }
@@ -210,17 +211,19 @@ impl Packer<'_> {
 
     fn feed_forward(&self, index: usize) -> Result<FeedForward> {
         let config = self.checkpoint.config();
-        let bias = |part| -> Result<Option<Vec<f32>>> {
-            config.mlp_bias.then(|| self.vector(WeightId::Layer(index, part))).transpose()
+        let some = |wanted: bool, part| wanted.then(|| self.vector(WeightId::Layer(index, part))).transpose();
+        let bias = |part, of_dense| match part {
+            LayerWeight::Expert(expert, part) => self.expert_bias(index, expert, part),
+            _ => some(config.mlp_bias, of_dense),
         };
         let mlp = |[gate, up, down]: [LayerWeight; 3]| -> Result<Mlp> {
             Ok(Mlp {
                 gate_up: self.gate_up(WeightId::Layer(index, gate), WeightId::Layer(index, up))?,
-                gate_bias: bias(LayerWeight::GateBias)?,
-                up_bias: bias(LayerWeight::UpBias)?,
+                gate_bias: bias(gate, LayerWeight::GateBias)?,
+                up_bias: bias(up, LayerWeight::UpBias)?,
                 down: Projection {
                     matrix: self.matrix(WeightId::Layer(index, down))?,
-                    bias: bias(LayerWeight::DownBias)?,
+                    bias: bias(down, LayerWeight::DownBias)?,
                 },
             })
         };
@@ -235,14 +238,29 @@ impl Packer<'_> {
             Ok(SharedExpert { mlp, scale: f32_matrix(LayerWeight::SharedScale)? })
         };
         Ok(FeedForward::Experts {
-            router: f32_matrix(LayerWeight::Router)?,
-            bias: experts
-                .has_bias
-                .then(|| self.vector(WeightId::Layer(index, LayerWeight::RouterBias)))
-                .transpose()?,
+            router: Projection {
+                matrix: f32_matrix(LayerWeight::Router)?,
+                bias: some(experts.projection_biases, LayerWeight::RouterProjectionBias)?,
+            },
+            bias: some(experts.has_bias, LayerWeight::RouterBias)?,
             experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
             shared: config.d_shared.map(shared).transpose()?,
         })
+    }
+
+    /// Returns the bias of an expert's matrix, if experts have biases.
+    fn expert_bias(&self, index: usize, expert: usize, part: ExpertPart) -> Result<Option<Vec<f32>>> {
+        let config = self.checkpoint.config();
+        if !config.experts.is_some_and(|experts| experts.projection_biases) {
+            return Ok(None);
+        }
+        let (stored, elements) = config.stored_expert_bias(part);
+        let mut buffer = self.buffers[0].borrow_mut();
+        let rows = expert..expert + 1;
+        let tensor = self.checkpoint.read(WeightId::Layer(index, stored), rows, &mut buffer, self.pool)?;
+        let mut values = vec![0.0; tensor.shape[1]];
+        dequantize_row(tensor.view().row(0), &mut values);
+        Ok(Some((0..config.expert_shape(part)[0]).map(|n| values[elements.row(n)]).collect()))
     }
 
     fn matrix(&self, id: WeightId) -> Result<PackedMatrix> {
@@ -296,12 +314,13 @@ impl Packer<'_> {
         let at_once = if gate.stored == up.stored { n_inner } else { self.rows_at_once(&gate) };
         for piece in pieces(n_inner, at_once) {
             let stored = rows.start + piece.start..rows.start + piece.end;
-            let gate = self.read(&gate, gate.span(&stored), &mut for_gate)?;
-            let up = self.read(&up, up.span(&stored), &mut for_up)?;
-            let (gate, up) = (gate.view(), up.view());
+            let spans = [&gate, &up].map(|source| source.span(&stored));
+            let of_gate = self.read(&gate, spans[0].clone(), &mut for_gate)?;
+            let of_up = self.read(&up, spans[1].clone(), &mut for_up)?;
+            let (of_gate, of_up) = (of_gate.view(), of_up.view());
             let row = |n: usize| match gate_up_row(n_inner, n) {
-                Some((false, row)) => gate.row(row - piece.start),
-                Some((true, row)) => up.row(row - piece.start),
+                Some((false, row)) => of_gate.row(gate.map.row(rows.start + row) - spans[0].start),
+                Some((true, row)) => of_up.row(up.map.row(rows.start + row) - spans[1].start),
                 // Rows of padding in the last panel.
                 None => RowView { dtype: gate.dtype, bytes: &[] },
             };

@@ -74,6 +74,7 @@ pub(crate) fn read(
         },
         residual_scale: multiplier(&fields, arch, "residual_multiplier")?,
         logit_scale: 1.0 / multiplier(&fields, arch, "logits_scaling")?,
+        gate: options::gate(&fields, arch)?,
         experts: experts::read(&fields, arch)?,
         d_shared: recurrent::d_shared(&fields, arch)?,
         tied_head: options::is_tied(&fields, arch)?,

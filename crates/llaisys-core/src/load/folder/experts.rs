@@ -1,6 +1,6 @@
 //! The mixture of experts of a folder's model.
 
-use crate::arch::config::Experts;
+use crate::arch::experts::Experts;
 use crate::arch::spec::ArchSpec;
 use crate::error::{FormatError, Result};
 use crate::load::folder::fields::Fields;
@@ -29,6 +29,7 @@ pub(super) fn read(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Option<Expert
             None => true,
         },
         sigmoid: false,
+        projection_biases: keys.projection_biases,
         has_bias: false,
         scale: 1.0,
         n_dense: 0,

@@ -5,6 +5,7 @@ use crate::arch::bounds::bounded;
 use crate::arch::spec::{Activation, ArchSpec};
 use crate::error::{Result, Unsupported};
 use crate::load::folder::fields::Fields;
+use crate::ops::{ClampedSilu, Gate};
 
 /// Both spellings of the number of experts. Published files have one of them, depending on the architecture;
 /// transformers 5 writes the second one for all.
@@ -133,11 +134,23 @@ fn reject_experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
     }
 }
 
+/// Returns the activation of gates, with its numbers.
+pub(super) fn gate(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Gate> {
+    let Gate::ClampedSilu(default) = arch.activation.gate() else { return Ok(arch.activation.gate()) };
+    let number = |key, default: f32| -> Result<f32> {
+        Ok(fields.number(key)?.map_or(default, |stated| stated as f32))
+    };
+    Ok(Gate::ClampedSilu(ClampedSilu {
+        limit: number("swiglu_limit", default.limit)?,
+        alpha: number("swiglu_alpha", default.alpha)?,
+    }))
+}
+
 /// Rejects other activations than the architecture's. Gemma's own key takes precedence over `hidden_act`, which its
 /// first files also have.
 fn reject_activation(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
     match arch.activation {
-        Activation::Silu => match fields.text("hidden_act")?.unwrap_or("silu") {
+        Activation::Silu | Activation::ClampedSilu => match fields.text("hidden_act")?.unwrap_or("silu") {
             "silu" | "swish" => Ok(()),
             other => Err(Unsupported::feature("hidden_act", other, "silu").into()),
         },

@@ -3,11 +3,12 @@
 //! Keys are those of the GGUF specification, `<architecture>.…`. Unimplemented keys that would change the output are
 //! rejected by name.
 
+mod experts;
 mod recurrent;
 
 use crate::arch::bias::Bias;
 use crate::arch::bounds::bounded;
-use crate::arch::config::{Experts, ModelConfig, add_ids};
+use crate::arch::config::{ModelConfig, add_ids};
 use crate::arch::rope::{
     LocalRope, LongRope, QueryScaling, RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude,
 };
@@ -44,11 +45,13 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let n_heads = keys.required_size("attention.head_count")?;
     let d_model = keys.required_size("embedding_length")?;
     let vocab_size = keys.size("vocab_size")?.unwrap_or(tokenizer.tokens.len());
-    let mut eos = Vec::new();
+    let mut stated = Vec::new();
     for key in EOS_KEYS {
         let id = metadata.uint(key)?.map(|id| u32::try_from(id).unwrap_or(u32::MAX));
-        add_ids(&mut eos, id.as_slice());
+        add_ids(&mut stated, id.as_slice());
     }
+    let own = end_tokens(arch, &tokenizer);
+    let eos = if own.is_empty() { stated } else { own };
     let d_head = d_head(&keys, d_model, n_heads)?;
     let n_layers = keys.required_size("block_count")?;
     let max_positions = keys.required_size("context_length")?;
@@ -91,7 +94,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         },
         residual_scale: keys.multiplier("residual_scale")?,
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
-        experts: experts(&keys, arch, n_experts, d_ff)?,
+        gate: arch.activation.gate(),
+        experts: experts::read(&keys, arch, n_experts, d_ff)?,
         d_shared: recurrent::d_shared(&keys, arch)?,
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
         qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
@@ -112,6 +116,12 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         return Err(disagree.into());
     }
     Ok((config, tokenizer))
+}
+
+/// Returns the ids of the architecture's own end tokens.
+fn end_tokens(arch: &ArchSpec, tokenizer: &GgufTokenizer) -> Vec<u32> {
+    let id_of = |end: &&str| tokenizer.tokens.iter().position(|token| token == end);
+    arch.gguf_end_tokens.iter().filter_map(id_of).filter_map(|id| u32::try_from(id).ok()).collect()
 }
 
 /// Reads `<architecture>.pooling_type`: llama.cpp's number for how a prompt's hidden states become an embedding.
@@ -201,7 +211,7 @@ fn rope(
                 beta_fast: beta("fast")?.unwrap_or(32.0),
                 beta_slow: beta("slow")?.unwrap_or(1.0),
                 original: original.unwrap_or(max_positions) as f64,
-                truncate: true,
+                truncate: arch.rope.gguf_yarn_truncates,
                 amplitude: derived * attn_factor.unwrap_or(1.0),
             }
         }
@@ -309,41 +319,6 @@ fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f
     let by_width = arch.query_scalar.is_some_and(|scalar| scalar.layers_by_width == sizes.n_layers);
     let by_width = sizes.d_model.checked_div(sizes.n_heads).filter(|_| by_width);
     Ok(1.0 / (by_width.unwrap_or(sizes.d_head) as f32).sqrt())
-}
-
-fn experts(keys: &Keys<'_>, arch: &ArchSpec, n: usize, d_ff: usize) -> Result<Option<Experts>> {
-    if n == 0 {
-        return Ok(None);
-    }
-    let is_sigmoid = arch.experts.is_some_and(|experts| experts.sigmoid);
-    if !is_sigmoid {
-        keys.expect_neutral("expert_weights_scale", &[0.0, 1.0])?;
-    }
-    let n_shared = usize::from(arch.shared_expert);
-    if let Some(shared) = keys.size("expert_shared_count")?.filter(|&shared| shared > n_shared) {
-        let supported = if arch.shared_expert { "1" } else { "none" };
-        return Err(Unsupported::feature("shared experts", shared, supported).into());
-    }
-    // 0 is unset, 1 is softmax, 2 are sigmoids.
-    let (gating, supported) = if is_sigmoid { (2, "2 (sigmoid)") } else { (1, "1 (softmax)") };
-    if let Some(other) = keys.size("expert_gating_func")?.filter(|&stated| stated > 0 && stated != gating) {
-        return Err(Unsupported::feature("expert_gating_func", other, supported).into());
-    }
-    let n_dense = keys.size("leading_dense_block_count")?.unwrap_or(0);
-    if n_dense > 0 && !is_sigmoid {
-        let supported = "0 (experts in every layer)";
-        return Err(Unsupported::feature("leading_dense_block_count", n_dense, supported).into());
-    }
-    Ok(Some(Experts {
-        n,
-        n_used: keys.required_size("expert_used_count")?,
-        normalize: keys.metadata.bool(&keys.full("expert_weights_norm"))?.unwrap_or(true),
-        sigmoid: is_sigmoid,
-        has_bias: is_sigmoid,
-        scale: keys.multiplier("expert_weights_scale")?,
-        n_dense,
-        d_dense: if n_dense > 0 { keys.required_size("feed_forward_length")? } else { d_ff },
-    }))
 }
 
 /// The keys below `<architecture>.`.

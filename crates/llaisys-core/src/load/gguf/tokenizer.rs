@@ -10,7 +10,7 @@ use serde::Serialize;
 const MODELS: [&str; 2] = ["gpt2", SCORED];
 const SCORED: &str = "llama";
 /// Supported values of `tokenizer.ggml.pre`, which selects how text is split into words before the merges.
-const PRES: [&str; 6] = ["smollm", "qwen2", "qwen35", "llama-bpe", "lfm2", "default"];
+const PRES: [&str; 7] = ["smollm", "qwen2", "qwen35", "llama-bpe", "lfm2", "gpt-4o", "default"];
 /// With these values, llama.cpp adds the begin token where the file has no key for it.
 const PRES_THAT_ADD_BOS: [&str; 2] = ["llama-bpe", "lfm2"];
 /// The type of an ordinary token; the default where the file has no types.
@@ -21,7 +21,7 @@ const NORMAL: i32 = 1;
 pub struct GgufTokenizer {
     /// `tokenizer.ggml.model`: `gpt2` or `llama`.
     pub model: String,
-    /// `tokenizer.ggml.pre`: one of the six supported; `default` for the model `llama`, which does not split text.
+    /// `tokenizer.ggml.pre`: one of the seven supported; `default` for the model `llama`, which does not split text.
     pub pre: String,
     /// Tokens by id, with bytes as GPT-2's letters for them, or with spaces as U+2581.
     pub tokens: Vec<String>,
@@ -58,7 +58,12 @@ impl GgufTokenizer {
         } else if is_scored {
             known(metadata, "tokenizer.ggml.pre", &["default"], "default (for the model llama)")?
         } else {
-            known(metadata, "tokenizer.ggml.pre", &PRES, "smollm, qwen2, qwen35, llama-bpe, lfm2, default")?
+            known(
+                metadata,
+                "tokenizer.ggml.pre",
+                &PRES,
+                "smollm, qwen2, qwen35, llama-bpe, lfm2, gpt-4o, default",
+            )?
         };
         let tokens = strings(metadata, "tokenizer.ggml.tokens")?;
         let merges = if is_scored { Vec::new() } else { strings(metadata, "tokenizer.ggml.merges")? };

@@ -5,7 +5,7 @@ use crate::dtype::KvDType;
 use crate::error::DeviceError;
 use crate::ops::reference::attention::Cells;
 use crate::ops::reference::kv_store::{bf16, encode, stored};
-use crate::ops::{AttentionRow, AttentionRows, Scoring, window_span};
+use crate::ops::{AttentionRow, AttentionRows, Queries, Scoring, window_span};
 use crate::tensor::{AlignedBuf, KvLayer};
 
 /// One sequence: its length, and how many of its last positions are rows of the batch.
@@ -34,6 +34,8 @@ pub struct AttentionCase {
     pub window: Option<usize>,
     /// Soft cap of the scores.
     pub soft_cap: Option<f32>,
+    /// Factor of random sinks. With a large one, some heads see almost only their sink.
+    pub sinks: Option<f32>,
 }
 
 /// The placement of cells.
@@ -88,6 +90,7 @@ impl AttentionCase {
             }
         }
         cases.extend(Self::with_windows(&mixed));
+        cases.extend(Self::with_sinks(&mixed, &crowd));
         let window = Some(70);
         for dtype in [KvDType::Bfloat16, KvDType::Int8] {
             cases.push(Self { dtype, sequences: crowd.clone(), window, ..Self::plain() });
@@ -117,7 +120,25 @@ impl AttentionCase {
         cases
     }
 
-    /// Two KV heads of three query heads each, f32, no window, no cap.
+    /// Small and large sinks, of rows of one span, of many and of separately computed ones, with windows and a cap.
+    fn with_sinks(mixed: &[Sequence], crowd: &[Sequence]) -> Vec<Self> {
+        let one = |len, n_rows| vec![Sequence { len, n_rows }];
+        let mut cases = Vec::new();
+        for sinks in [4.0, 60.0] {
+            let sinks = Some(sinks);
+            for sequences in [mixed.to_vec(), crowd.to_vec(), one(2300, 1), one(2300, 150)] {
+                for window in [None, Some(24), Some(300)] {
+                    let dtype = KvDType::ALL[cases.len() % 4];
+                    cases.push(Self { dtype, sequences: sequences.clone(), window, sinks, ..Self::plain() });
+                }
+            }
+            let (sequences, soft_cap) = (mixed.to_vec(), Some(5.0));
+            cases.push(Self { sequences, soft_cap, sinks, ..Self::plain() });
+        }
+        cases
+    }
+
+    /// Two KV heads of three query heads each, f32, no window, no cap, no sinks.
     pub fn plain() -> Self {
         Self {
             heads: (6, 2),
@@ -127,6 +148,7 @@ impl AttentionCase {
             size: Size::Unit,
             window: None,
             soft_cap: None,
+            sinks: None,
         }
     }
 
@@ -203,6 +225,7 @@ pub struct AttentionInput {
     window: Option<usize>,
     /// How scores are computed.
     pub scoring: Scoring,
+    sinks: Option<Vec<f32>>,
     /// The keys and values as numbers.
     numbers: (Vec<f32>, Vec<f32>),
     tensors: (AlignedBuf, AlignedBuf),
@@ -225,6 +248,10 @@ impl AttentionInput {
             cells: listed,
             rows,
             window: case.window,
+            sinks: case.sinks.map(|factor| {
+                let sinks = SplitMix64::new(23).values(Size::Unit, case.heads.0);
+                sinks.into_iter().map(|sink| sink * factor).collect()
+            }),
             scoring: Scoring { scale: 1.0 / (case.d_head as f32).sqrt(), soft_cap: case.soft_cap },
             tensors: (tensor(case.dtype, case.d_head, &k)?, tensor(case.dtype, case.d_head, &v)?),
             numbers: (stored(case.dtype, case.d_head, &k), stored(case.dtype, case.d_head, &v)),
@@ -232,6 +259,11 @@ impl AttentionInput {
             n_kv_heads: case.heads.1,
             d_head: case.d_head,
         })
+    }
+
+    /// The queries of rows with the numbers `q`.
+    pub fn queries_of<'a>(&'a self, q: &'a [f32]) -> Queries<'a> {
+        Queries { q, scoring: self.scoring, sinks: self.sinks.as_deref() }
     }
 
     /// Keys and values in the layout that the op reads.

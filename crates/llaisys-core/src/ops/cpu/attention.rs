@@ -15,7 +15,8 @@
 //!    is one sum over the cells in ascending order. With bf16 cells, weights are rounded to bf16 after they are summed,
 //!    and two cells are added at a time; a cell of a pair that the row does not see is skipped. With int8 cells,
 //!    weights are multiplied by the scales of the values before they are rounded.
-//! 4. Spans are merged in ascending order, with the same rescaling. The output is the weighted values divided by l.
+//! 4. Spans are merged in ascending order, with the same rescaling. Then the head's sink joins m and l, as a cell without
+//!    a value would. The output is the weighted values divided by l.
 //!
 //! Therefore no bit depends on which rows are computed together, on which thread, or in which cells. Work is cut into
 //! items: some rows of one sequence (a chunk) x the query heads of one KV head. If there are few items, they are single
@@ -92,6 +93,8 @@ pub struct Queries<'a> {
     pub q: &'a [f32],
     /// How scores are computed from them.
     pub scoring: Scoring,
+    /// The sink of each head, `[n_heads]`: a score, not capped, that joins the softmax's sum and has no value.
+    pub sinks: Option<&'a [f32]>,
 }
 
 /// How scores are computed.
@@ -151,7 +154,7 @@ pub fn attention(
     rows: AttentionRows<'_>,
     out: &mut [f32],
 ) {
-    let Queries { q, scoring } = queries;
+    let Queries { q, scoring, sinks } = queries;
     if rows.rows.is_empty() {
         return assert!(q.is_empty() && out.is_empty(), "queries without rows");
     }
@@ -160,22 +163,23 @@ pub fn attention(
         q.len() == rows.rows.len() * heads.row_len() && out.len() == q.len(),
         "queries or output of wrong shape"
     );
+    assert!(sinks.is_none_or(|sinks| sinks.len() == heads.n_heads), "sinks of another number of heads");
     match layer.dtype {
         KvDType::Float32 => {
             let (k, v) = (layer.k.as_slice::<f32>(), layer.v.as_slice());
-            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
+            run(cx, &Job { q, scoring, sinks, k, v, heads, rows }, out);
         }
         KvDType::Float16 => {
             let (k, v) = (layer.k.as_slice::<f16>(), layer.v.as_slice());
-            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
+            run(cx, &Job { q, scoring, sinks, k, v, heads, rows }, out);
         }
         KvDType::Bfloat16 => {
             let (k, v) = (layer.k.as_slice::<u16>(), layer.v.as_slice());
-            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
+            run(cx, &Job { q, scoring, sinks, k, v, heads, rows }, out);
         }
         KvDType::Int8 => {
             let (k, v) = (layer.k.as_slice::<i8>(), layer.v.as_slice());
-            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
+            run(cx, &Job { q, scoring, sinks, k, v, heads, rows }, out);
         }
     }
 }
@@ -218,6 +222,7 @@ impl Heads {
 struct Job<'a, T> {
     q: &'a [f32],
     scoring: Scoring,
+    sinks: Option<&'a [f32]>,
     k: &'a [T],
     v: &'a [T],
     heads: Heads,

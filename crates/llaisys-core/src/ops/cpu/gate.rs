@@ -1,5 +1,5 @@
 //! The gate of a feed-forward block: y[t, f] = G(gate[t, f]) * up[t, f]. Reference: `ops/reference/swiglu.rs`,
-//! `ops/reference/geglu.rs` and `ops/reference/gelu.rs`.
+//! `ops/reference/geglu.rs`, `ops/reference/gelu.rs` and `ops/reference/clamped_swiglu.rs`.
 //!
 //! Gate and up are one product. Its panels of 32 outputs have 16 of each, so that `linear_gated` has both in one tile.
 //!
@@ -60,14 +60,46 @@ impl GateBias<'_> {
 }
 
 /// The activation function of a gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Gate {
     /// x / (1 + e^-x)
     Silu,
+    /// As `Silu`, with bounds; the up is increased by 1.
+    ClampedSilu(ClampedSilu),
     /// The tanh form of gelu, arXiv:1606.08415.
     GeluTanh,
     /// gelu itself, with the error function.
     Gelu,
+}
+
+/// The gate of gpt-oss: `(u + 1) g / (1 + e^(-alpha g))`, with bounds of the gate g and the up u.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClampedSilu {
+    /// Upper bound of the gate, and of the magnitude of the up.
+    pub limit: f32,
+    /// Factor of the gate in the exponent.
+    pub alpha: f32,
+}
+
+impl ClampedSilu {
+    /// As [`Gate::apply`]. A NaN stays one: `min` and `max` return their second operand.
+    #[inline(always)]
+    fn apply<L: Lanes>(self, lanes: L, rows: &mut [[f32; PANEL]]) {
+        let (limit, least) = (lanes.splat(self.limit), lanes.splat(-self.limit));
+        let (minus_alpha, one) = (lanes.splat(-self.alpha), lanes.splat(1.0));
+        for row in rows {
+            let (gate, up) = row.split_at_mut(HALF_PANEL);
+            let mut i = 0;
+            while i < HALF_PANEL {
+                let g = lanes.min(limit, lanes.load(&gate[i..]));
+                let u = lanes.max(least, lanes.min(limit, lanes.load(&up[i..])));
+                let e = exp(lanes, lanes.mul(minus_alpha, g));
+                let y = lanes.mul(lanes.add(u, one), lanes.div(g, lanes.add(one, e)));
+                lanes.store(y, &mut gate[i..]);
+                i += L::N;
+            }
+        }
+    }
 }
 
 impl Gate {
@@ -76,6 +108,7 @@ impl Gate {
     pub(super) fn apply<L: Lanes>(self, lanes: L, rows: &mut [[f32; PANEL]]) {
         match self {
             Gate::Silu => products::<Silu, L>(lanes, rows),
+            Gate::ClampedSilu(clamped) => clamped.apply(lanes, rows),
             Gate::GeluTanh => products::<GeluTanh, L>(lanes, rows),
             Gate::Gelu => products::<Gelu, L>(lanes, rows),
         }

@@ -1,6 +1,6 @@
 //! Reference for `attention`.
 
-use crate::ops::{AttentionRows, Scoring};
+use crate::ops::{AttentionRows, Queries};
 
 /// Keys and values as numbers: `[cell][kv_head][d_head]` each.
 #[derive(Debug, Clone, Copy)]
@@ -15,12 +15,13 @@ pub struct Cells<'a> {
     pub v: &'a [f32],
 }
 
-/// `y[t, h] = sum_j w_j V[j] / sum_j w_j` with `w_j = e^(cap(scale * q[t, h] . K[j]))` over the cells `j` that
+/// `y[t, h] = sum_j w_j V[j] / (sum_j w_j + e^sink[h])` with `w_j = e^(cap(scale * q[t, h] . K[j]))` over the cells `j` that
 /// row `t` sees, in f64. `cap(s) = c tanh(s / c)`, or `s` without a soft cap c. Query head `h` reads KV head
-/// `h / (n_heads / n_kv_heads)`.
+/// `h / (n_heads / n_kv_heads)`. Without sinks, their part is missing.
 ///
-/// - `q`: `[n, n_heads, d_head]`; returns as `q`
-pub fn attention(q: &[f32], scoring: Scoring, cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
+/// Returns as `queries.q`.
+pub fn attention(queries: Queries<'_>, cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
+    let Queries { q, scoring, sinks } = queries;
     let d = cells.d_head;
     let n_heads = q.len() / rows.rows.len() / d;
     let mut y = Vec::with_capacity(q.len());
@@ -34,9 +35,10 @@ pub fn attention(q: &[f32], scoring: Scoring, cells: Cells<'_>, rows: AttentionR
         };
         let score = |&cell: &u32| cap(f64::from(scoring.scale) * dot(q, &cells.k[place(cell)..][..d]));
         let scores: Vec<f64> = seen.iter().map(score).collect();
-        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sink = sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[i % n_heads]));
+        let max = scores.iter().copied().fold(sink, f64::max);
         let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
-        let total: f64 = weights.iter().sum();
+        let total: f64 = weights.iter().sum::<f64>() + (sink - max).exp();
         for c in 0..d {
             let values = seen.iter().map(|&cell| f64::from(cells.v[place(cell) + c]));
             y.push(values.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / total);

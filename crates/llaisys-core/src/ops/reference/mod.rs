@@ -4,6 +4,7 @@ pub mod add;
 pub mod argmax;
 pub mod attention;
 pub mod causal_conv;
+pub mod clamped_swiglu;
 pub mod delta_gates;
 pub mod delta_rule;
 pub mod embed;

@@ -8,7 +8,7 @@ use llaisys_core::cuda::ops::attn_decode::AttnDecode;
 use llaisys_core::cuda::ops::attn_prefill::{AttnPrefill, tiles};
 use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::reference::attention::{Cells, attention};
-use llaisys_core::ops::{AttentionRow, AttentionRows, Scoring};
+use llaisys_core::ops::{AttentionRow, AttentionRows, Queries, Scoring};
 
 /// The order of the sequences' cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -175,8 +175,8 @@ impl Built {
         let rows = AttentionRows { cells: &self.cells, rows: &self.rows, window: self.case.window };
         let (n_kv_heads, d_head) = (self.case.heads.1, self.case.d_head);
         let cells = Cells { n_kv_heads, d_head, k: &self.k, v: &self.v };
-        let want =
-            attention(&self.q, Scoring { scale: self.attention.score_scale, soft_cap: None }, cells, rows);
+        let scoring = Scoring { scale: self.attention.score_scale, soft_cap: None };
+        let want = attention(Queries { q: &self.q, scoring, sinks: None }, cells, rows);
         let bound = if self.case.element == Element::Bf16 { 5e-3 } else { 1e-3 };
         assert_eq!(got.len(), want.len());
         for (i, (got, want)) in got.chunks_exact(d_head).zip(want.chunks_exact(d_head)).enumerate() {

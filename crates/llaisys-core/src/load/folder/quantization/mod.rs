@@ -4,10 +4,12 @@
 //! - `gptq_awq`: integers of 4 bits in words that span rows or columns.
 //! - `fp8` and `compressed_tensors` read the settings of checkpoints whose rows are contiguous, and `scaled` reads the
 //!   rows.
+//! - `mxfp4`: stacked matrices in 4 bits with exponents as scales.
 
 mod compressed_tensors;
 mod fp8;
 mod gptq_awq;
+mod mxfp4;
 mod scaled;
 
 use crate::dtype::DType;
@@ -18,6 +20,7 @@ use crate::load::tensor_files::TensorFiles;
 use crate::threads::Pool;
 use gptq_awq::{WordMatrix, Words};
 use half::{bf16, f16};
+use mxfp4::Mxfp4Matrix;
 use scaled::{ScaledMatrix, Scheme};
 use std::ops::Range;
 
@@ -31,6 +34,8 @@ pub(crate) enum Quantization {
     Words(Words),
     /// FP8 or compressed-tensors.
     Scaled(Scheme),
+    /// MXFP4.
+    Mxfp4,
 }
 
 /// A quantized matrix, by the indices of its tensors. Their shapes and types were checked.
@@ -38,6 +43,7 @@ pub(crate) enum Quantization {
 pub(crate) enum QuantizedMatrix {
     Words(WordMatrix),
     Scaled(ScaledMatrix),
+    Mxfp4(Mxfp4Matrix),
 }
 
 impl Quantization {
@@ -57,17 +63,19 @@ impl Quantization {
             "awq" => gptq_awq::read_awq(&config).map(Self::Words),
             "fp8" => fp8::read(&config).map(Self::Scaled),
             "compressed-tensors" => compressed_tensors::read(&config).map(Self::Scaled),
+            "mxfp4" => Ok(Self::Mxfp4),
             other => Err(Unsupported::feature(
                 "a checkpoint quantized by",
                 other,
-                "fp8, compressed-tensors, GPTQ and AWQ with 4 bits, BF16, F16 and F32 tensors, and GGUF files",
+                "fp8, compressed-tensors, mxfp4, GPTQ and AWQ with 4 bits, BF16, F16 and F32 tensors, and GGUF files",
             )
             .into()),
         }
         .map(Some)
     }
 
-    /// Finds the tensors of the matrix `name` (ending in `.weight`) of `shape`; None if it is not quantized.
+    /// Finds the tensors of the matrix `name` (ending in `.weight` unless it is a stack) of `shape`; None if it is not
+    /// quantized.
     ///
     /// Errors: a tensor is missing or has another shape or type than the matrix needs; inputs out of order; scales that
     /// cannot be used.
@@ -77,13 +85,22 @@ impl Quantization {
         name: &str,
         shape: &[usize],
     ) -> Result<Option<QuantizedMatrix>> {
-        let (Some(module), &[n_rows, n_columns]) = (name.strip_suffix(".weight"), shape) else {
-            return Ok(None);
+        let place = || {
+            let (Some(module), &[n_rows, n_columns]) = (name.strip_suffix(".weight"), shape) else {
+                return None;
+            };
+            Some(Place { files, module, n_rows, n_columns })
         };
-        let place = Place { files, module, n_rows, n_columns };
         Ok(match self {
-            Self::Words(words) => words.find(&place)?.map(QuantizedMatrix::Words),
-            Self::Scaled(scheme) => scheme.find(&place)?.map(QuantizedMatrix::Scaled),
+            Self::Mxfp4 => Mxfp4Matrix::find(files, name, shape)?.map(QuantizedMatrix::Mxfp4),
+            Self::Words(words) => match place() {
+                Some(place) => words.find(&place)?.map(QuantizedMatrix::Words),
+                None => None,
+            },
+            Self::Scaled(scheme) => match place() {
+                Some(place) => scheme.find(&place)?.map(QuantizedMatrix::Scaled),
+                None => None,
+            },
         })
     }
 }
@@ -94,6 +111,7 @@ impl QuantizedMatrix {
         match self {
             Self::Words(matrix) => matrix.indices().collect(),
             Self::Scaled(matrix) => matrix.indices().collect(),
+            Self::Mxfp4(matrix) => matrix.indices().to_vec(),
         }
     }
 
@@ -102,6 +120,7 @@ impl QuantizedMatrix {
         match self {
             Self::Words(matrix) => matrix.dtype(),
             Self::Scaled(matrix) => matrix.dtype(),
+            Self::Mxfp4(_) => DType::MXFP4,
         }
     }
 
@@ -131,6 +150,7 @@ impl QuantizedMatrix {
         match self {
             Self::Words(matrix) => matrix.read(files, rows, buffer, pool),
             Self::Scaled(matrix) => matrix.read(files, rows, buffer, pool),
+            Self::Mxfp4(matrix) => matrix.read(files, rows, buffer, pool),
         }
     }
 }
@@ -166,6 +186,7 @@ fn check_type(files: &TensorFiles, index: usize, types: &[DType]) -> Result<()> 
     let (tensor, dtype) = (stored.name.clone(), stored.dtype.name().to_uppercase());
     let supported = match types {
         [DType::I8] => "I8",
+        [DType::U8] => "U8",
         [DType::F8E4M3] => "F8_E4M3",
         [DType::I32] => "I32",
         [DType::I32, DType::I64] => "I32, I64",

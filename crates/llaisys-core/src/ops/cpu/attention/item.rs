@@ -3,7 +3,7 @@
 use super::block::{Block, HeadRows, Reads};
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
 use super::tile::{self, Packed, Scores, Stored, Values, Weighted};
-use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
+use super::{AttentionRow, BLOCK, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
 use crate::ops::cpu::soft_cap::Cap;
@@ -130,25 +130,34 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
             pass.span(span * span_len..((span + 1) * span_len).min(n_cells), span == spans.start);
         }
         if !spans.is_empty() {
-            write_results(&pass.area.total, job.heads, item, &mut target);
+            write_results(lanes, &pass.area.total, job, item, &mut target);
         }
     }
 }
 
 /// Writes an item's results to its target.
 #[inline(always)]
-fn write_results(total: &State<'_>, heads: Heads, item: &Item<'_>, target: &mut DisjointWriter<'_, f32>) {
+fn write_results<L: Lanes, T>(
+    lanes: L,
+    total: &State<'_>,
+    job: &Job<'_, T>,
+    item: &Item<'_>,
+    target: &mut DisjointWriter<'_, f32>,
+) {
+    let heads = job.heads;
     let padded = total.v.len() / item.n_rows();
     for (i, v) in total.v.chunks_exact(padded).enumerate() {
         let row = item.first_row + i / item.heads.len();
-        let head = row * heads.n_heads + item.heads.start + i % item.heads.len();
+        let of_row = item.heads.start + i % item.heads.len();
+        let head = row * heads.n_heads + of_row;
         let (place, len) = match item.span {
             None => (head, heads.d_head),
             Some(span) => (head * MAX_SPANS + span, heads.d_head + STATE),
         };
         let out = target.range(place * len..(place + 1) * len);
         if item.span.is_none() {
-            finish(total.l[i], v, out);
+            let softmax = Softmax { m: total.m[i], l: total.l[i], v };
+            finish(lanes, softmax, job.sinks.map(|sinks| sinks[of_row]), out);
         } else {
             (out[0], out[1]) = (total.m[i], total.l[i]);
             out[STATE..].copy_from_slice(&v[..heads.d_head]);
@@ -156,10 +165,17 @@ fn write_results(total: &State<'_>, heads: Heads, item: &Item<'_>, target: &mut 
     }
 }
 
-/// Computes the output from the weighted values and the sum of weights.
+/// Computes the output from the weighted values and the sum of weights, to which a sink adds its own.
 #[inline(always)]
-fn finish(l: f32, v: &[f32], out: &mut [f32]) {
-    let factor = 1.0 / l;
+fn finish<L: Lanes>(lanes: L, softmax: Softmax<'_>, sink: Option<f32>, out: &mut [f32]) {
+    let Softmax { m, l, v } = softmax;
+    let mut factor = 1.0 / l;
+    if let Some(sink) = sink {
+        let new_m = if m > sink { m } else { sink };
+        let (a, b) = (exp(lanes, lanes.splat(m - new_m)), exp(lanes, lanes.splat(sink - new_m)));
+        let l = lanes.mul_add(lanes.splat(l), a, b);
+        lanes.store_first(lanes.div(a, l), std::slice::from_mut(&mut factor));
+    }
     for (out, v) in out.iter_mut().zip(v) {
         *out = v * factor;
     }
@@ -460,7 +476,8 @@ impl<T> Kernel for MergeSpans<'_, T> {
                 let later = Softmax { m: later[0], l: later[1], v: &later[STATE..] };
                 merge(lanes, SoftmaxMut { m: &mut *m, l: &mut *l, v: &mut *v }, later);
             }
-            finish(*l, v, out);
+            let sink = self.job.sinks.map(|sinks| sinks[i % heads.n_heads]);
+            finish(lanes, Softmax { m: *m, l: *l, v }, sink, out);
         }
     }
 }
