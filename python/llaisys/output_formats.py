@@ -12,7 +12,14 @@ from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.text.chat_template import ChatTemplate
 from llaisys.text.reasoning import CompletionParser, marks_reasoning, reasoning_format_of
 from llaisys.text.tokenizer import Tokenizer
-from llaisys.text.tool_calls import TOOL_TAGS, ToolFormat, tool_format_of, tool_grammar, tool_parser
+from llaisys.text.tool_calls import (
+    TOOL_TAGS,
+    ToolFormat,
+    harmony,
+    tool_format_of,
+    tool_grammar,
+    tool_parser,
+)
 
 # Tokens at the end of a prompt that contain `<think>` and the whitespace after it.
 _THINK_TOKENS_MAX = 8
@@ -55,9 +62,26 @@ class OutputFormats:
         )
         return StructuredOutputsParams(grammar=grammar)
 
-    def tool_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with which calls can be parsed: special tokens that mark calls are shown."""
-        return replace(params, skip_special_tokens=False) if self._special_tags() else params
+    def parsed_params(self, params: SamplingParams, *, has_tools: bool) -> SamplingParams:
+        """Return the parameters with which the parts of a completion can be parsed.
+
+        Special tokens that mark parts are shown, and a message that ends the turn ends the completion.
+        """
+        if self.writes_channels:
+            ends = [id for tag in harmony.END_TAGS if (id := self._special_id(tag)) is not None]
+            if not params.ignore_eos:
+                params = replace(params, stop_token_ids=[*dict.fromkeys([*params.stop_token_ids, *ends])])
+            return replace(params, skip_special_tokens=False)
+        if has_tools and self._special_tags():
+            return replace(params, skip_special_tokens=False)
+        return params
+
+    @property
+    def writes_channels(self) -> bool:
+        """Return True if completions are messages in channels (gpt-oss)."""
+        if self.reasoning is not None:
+            return self.reasoning == "openai_gptoss"
+        return self.tool == "openai" or harmony.is_harmony(self.template)
 
     @property
     def has_reasoning(self) -> bool:
@@ -70,6 +94,8 @@ class OutputFormats:
             return self.reasoning
         if not self.has_reasoning:
             return None
+        if self.writes_channels:
+            return "openai_gptoss"
         return reasoning_format_of(self.tokenizer.decode(list(prompt[-_THINK_TOKENS_MAX:]), False))
 
     def parser(
@@ -87,10 +113,17 @@ class OutputFormats:
         reasoning = None if params.structured_outputs is not None else reasoning
         if reasoning is None and not tools:
             return None
+        if reasoning == "openai_gptoss" and self.tool == "openai":
+            return CompletionParser(reasoning, None, tools)
         parser = tool_parser(self.tool or _DEFAULT_TOOL_FORMAT, tools) if tools else None
         return CompletionParser(reasoning, parser)
 
     def _special_tags(self) -> dict[str, int]:
         """Return the ids of the tags of calls that are special tokens of the model."""
-        ids = {tag: self.tokenizer.token_id(tag) for tag in TOOL_TAGS[self.tool or _DEFAULT_TOOL_FORMAT]}
-        return {tag: id for tag, id in ids.items() if id is not None and self.tokenizer.is_special(id)}
+        ids = {tag: self._special_id(tag) for tag in TOOL_TAGS[self.tool or _DEFAULT_TOOL_FORMAT]}
+        return {tag: id for tag, id in ids.items() if id is not None}
+
+    def _special_id(self, tag: str) -> int | None:
+        """Return the id of a tag if it is a special token of the model."""
+        id = self.tokenizer.token_id(tag)
+        return id if id is not None and self.tokenizer.is_special(id) else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-# How a completion marks its reasoning: it begins inside it (`deepseek_r1`), or may open it with `<think>`.
-ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
+# How a completion marks its reasoning: it begins inside it (`deepseek_r1`), may open it with `<think>`
+# (`qwen3`), or writes messages in channels (`openai_gptoss`).
+ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3", "openai_gptoss"]
 
 
 @dataclass(frozen=True, slots=True)

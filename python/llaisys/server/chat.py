@@ -35,6 +35,8 @@ from llaisys.server.state import RequestEntry, state_of
 from llaisys.server.streaming import CompletionResponse
 from llaisys.server.tools import ChoiceParser, ToolUse, tool_use, with_compiled_grammar
 
+# Efforts that OpenAI's API has.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 RESERVED_KWARGS = frozenset(
     {
         "self",
@@ -121,8 +123,7 @@ async def prepare_chat(
     tools = tool_use(body, engine)
     client_id = client_id_of(request)
     params = await with_compiled_grammar(engine, params, tools.grammar, client_id)
-    if tools.schemas:
-        params = engine.output_formats.tool_params(params)
+    params = engine.output_formats.parsed_params(params, has_tools=bool(tools.schemas))
     note_request(request, model, params)
     state = state_of(request)
     options = response_options(body, params, state.config)
@@ -158,29 +159,49 @@ async def prompt_of(
         continue_final_message=continue_final,
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
-        template_kwargs=template_kwargs(body.chat_template_kwargs),
+        template_kwargs=template_kwargs(body.chat_template_kwargs, getattr(body, "reasoning_effort", None)),
         n_tokens_max=n_tokens_max,
     )
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the field names of templates: `reasoning` becomes `reasoning_content`."""
+    """Return the messages with the field names of templates: `reasoning` becomes `reasoning_content`.
+
+    The template of gpt-oss has the reasoning before a call in `thinking`, and rejects it next to content.
+    """
     return [_with_reasoning(message) for message in messages]
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     rest = {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}
-    return {**rest, "reasoning_content": reasoning} if isinstance(reasoning, str) else rest
+    if not isinstance(reasoning, str):
+        return rest
+    is_before_call = bool(message.get("tool_calls")) and not message.get("content")
+    return {**rest, "reasoning_content": reasoning} | ({"thinking": reasoning} if is_before_call else {})
 
 
-def template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `chat_template_kwargs` for the template. Raises RejectedError for names that the server sets."""
+def template_kwargs(kwargs: Mapping[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
+    """Return `chat_template_kwargs` for the template, after the variables of a reasoning effort.
+
+    Raises RejectedError for names that the server sets.
+    """
     for name in kwargs or {}:
         if name in RESERVED_KWARGS:
             field = f"chat_template_kwargs.{name}"
             raise RejectedError(f"{field} cannot be set by a request", param=field)
-    return dict(kwargs or {})
+    return {**effort_kwargs(effort), **(kwargs or {})}
+
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """Return the template's variables: `reasoning_effort`, and `enable_thinking: false` for the effort
+    none. Raises RejectedError for another word."""
+    if effort is not None and effort not in EFFORTS:
+        raise RejectedError(
+            f"reasoning_effort is {effort[:40]!r}, allowed are {', '.join(EFFORTS)}", param="reasoning_effort"
+        )
+    made: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    return made | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:

@@ -64,7 +64,6 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "include_reasoning": (True,),
     "verbosity": ("medium",),
     "documents": ([],),

@@ -214,6 +214,7 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
+    reasoning_effort: str | None = None
     tools: Tools | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None

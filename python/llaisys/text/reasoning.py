@@ -1,10 +1,15 @@
-"""ReasoningParser: separates the reasoning of a completion (`<think>` ... `</think>`) from its content."""
+"""ReasoningParser: separates the reasoning of a completion (`<think>` ... `</think>`) from its content.
+
+Channels have a parser of their own (`harmony`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from llaisys.output_parts import (
+    CompletionOutputParser,
     Content,
     OutputParser,
     OutputPart,
@@ -12,14 +17,15 @@ from llaisys.output_parts import (
     ReasoningFormat,
     ReasoningState,
 )
+from llaisys.text.tool_calls.harmony import HarmonyParser, is_harmony
 from llaisys.text.tool_calls.scanning import partial_tag_len
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def marks_reasoning(template: str) -> bool:
-    """Return True if a chat template knows reasoning in `<think>` tags."""
-    return _CLOSE in template or _OPEN in template
+    """Return True if a chat template knows reasoning in `<think>` tags or in a channel."""
+    return _CLOSE in template or _OPEN in template or is_harmony(template)
 
 
 def reasoning_format_of(prompt_end: str) -> ReasoningFormat:
@@ -100,12 +106,31 @@ class ReasoningParser:
         self._state = "inside" if at < 0 else "after"
 
 
-class CompletionParser:
-    """Parses reasoning first, if the model has a reasoning format, then tool calls, if there are tools."""
+def _reasoning_parser(
+    format: ReasoningFormat | None, channel_calls: Collection[str]
+) -> CompletionOutputParser | None:
+    match format:
+        case None:
+            return None
+        case "openai_gptoss":
+            return HarmonyParser(channel_calls)
+        case "deepseek_r1" | "qwen3":
+            return ReasoningParser(starts_inside=format == "deepseek_r1")
 
-    def __init__(self, reasoning: ReasoningFormat | None, tools: OutputParser | None) -> None:
-        inside = reasoning == "deepseek_r1"
-        self._reasoning = None if reasoning is None else ReasoningParser(starts_inside=inside)
+
+class CompletionParser:
+    """Parses reasoning first, if the model has a reasoning format, then tool calls, if there are tools.
+
+    `channel_calls`: functions whose calls are messages in channels, found together with the reasoning.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        tools: OutputParser | None,
+        channel_calls: Collection[str] = (),
+    ) -> None:
+        self._reasoning = _reasoning_parser(reasoning, channel_calls)
         self._tools = tools
 
     @property

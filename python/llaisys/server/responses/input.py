@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.server.chat import EFFORTS, effort_kwargs
 from llaisys.server.protocol import field_names, text_of
 from llaisys.server.request_schemas import MESSAGES_MAX, ChatCompletionRequest
 from llaisys.server.response_body import Json
@@ -27,7 +28,6 @@ RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 TRUNCATIONS = ("disabled", "auto")
@@ -161,12 +161,8 @@ def _reasoning_config(given: Json | None) -> Json:
 
 
 def _template_kwargs(given: Json | None, effort: str | None) -> Json:
-    """Return the template's variables: `reasoning_effort`, and `enable_thinking: false` for the effort
-    none."""
-    made: Json = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        made["enable_thinking"] = False
-    return {**made, **(given or {})}
+    """Return the template's variables: those of the effort, then the given ones."""
+    return {**effort_kwargs(effort), **(given or {})}
 
 
 def _text_config(given: Json | None) -> Json:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias
 
 from llaisys.output_parts import OutputParser
-from llaisys.text.tool_calls import deepseek, hermes, lfm2, llama3, mistral, pythonic, qwen3_coder
+from llaisys.text.tool_calls import deepseek, harmony, hermes, lfm2, llama3, mistral, pythonic, qwen3_coder
 from llaisys.text.tool_calls.grammar import CALLS_MAX, CallGrammar, Schema
 
 ToolFormat: TypeAlias = Literal[
-    "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2"
+    "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2", "openai"
 ]
 
 __all__ = [
@@ -35,6 +35,7 @@ TOOL_TAGS: Mapping[ToolFormat, Collection[str]] = {
     "pythonic": (),
     "deepseek": deepseek.TAGS,
     "lfm2": (lfm2.OPEN, lfm2.CLOSE),
+    "openai": harmony.TAGS,
 }
 
 _PARSERS: Mapping[ToolFormat, Callable[[Mapping[str, Schema]], OutputParser]] = {
@@ -45,6 +46,7 @@ _PARSERS: Mapping[ToolFormat, Callable[[Mapping[str, Schema]], OutputParser]] = 
     "pythonic": pythonic.PythonicParser,
     "deepseek": deepseek.parser,
     "lfm2": lfm2.parser,
+    "openai": harmony.HarmonyParser,
 }
 
 
@@ -85,6 +87,8 @@ def _call_grammar(format: ToolFormat, template: str) -> CallGrammar:
             return pythonic.GRAMMAR
         case "lfm2":
             return lfm2.GRAMMAR
+        case "openai":
+            return harmony.GRAMMAR
         case "mistral":
             return mistral.ARGS_GRAMMAR if mistral.ARGS in template else mistral.LIST_GRAMMAR
         case "deepseek":
@@ -96,6 +100,8 @@ def tool_format_of(template: str) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls, or None if it is none of these."""
     if "tools" not in template:
         return None
+    if harmony.is_harmony(template):
+        return "openai"
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
     if hermes.OPEN in template and "arguments" in template and "<arg_key>" not in template:
