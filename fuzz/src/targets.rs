@@ -3,7 +3,7 @@
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
 use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp8_config};
-use crate::model_files::{TempFolder, check};
+use crate::model_files::{TempFolder, check, gpt_oss};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::encoder::{EncoderCheckpoint, Part};
@@ -13,10 +13,11 @@ use llaisys_core::load::tokenizer_json;
 use llaisys_core::threads::Pool;
 
 /// The last one must fail. It verifies that failures are detected.
-pub const NAMES: [&str; 11] = [
+pub const NAMES: [&str; 12] = [
     "safetensors",
     "fp8",
     "packed",
+    "mxfp4",
     "gguf",
     "index",
     "config",
@@ -29,7 +30,7 @@ pub const NAMES: [&str; 11] = [
 
 pub fn find(name: &str) -> Target {
     let (kind, file) = match name {
-        "safetensors" | "fp8" | "packed" => (Kind::Folder, "model.safetensors"),
+        "safetensors" | "fp8" | "packed" | "mxfp4" => (Kind::Folder, "model.safetensors"),
         "index" => (Kind::Folder, "model.safetensors.index.json"),
         "config" => (Kind::Folder, "config.json"),
         "encoder" => (Kind::Encoder, "config.json"),
@@ -44,6 +45,7 @@ pub fn find(name: &str) -> Target {
     let mut folder = match name {
         "fp8" => fp8(),
         "packed" => packed(),
+        "mxfp4" => gpt_oss::folder(true),
         _ => Folder::small(ARCHITECTURES[0]),
     };
     folder.generation = Some(serde_json::json!({"eos_token_id": [2, 3], "temperature": 0.7, "top_k": 20}));
@@ -136,7 +138,10 @@ impl Target {
     /// Small valid files.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         match self.kind {
-            Kind::Gguf => ["llama", "qwen2", "qwen3"].map(|name| Gguf::small(name).bytes()).into(),
+            Kind::Gguf => {
+                let files = ["llama", "qwen2", "qwen3"].map(Gguf::small).into_iter();
+                files.chain([gpt_oss::gguf()]).map(|file| file.bytes()).collect()
+            }
             Kind::Tokenizer => vec![small_tokenizer()],
             Kind::Canary => vec![vec![0; 4]],
             Kind::Batch => vec![vec![2, 1, 2, 7, 0, 0, 0, 99, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0], vec![0; 64]],
@@ -160,7 +165,7 @@ impl Target {
                 let short_conv = include_bytes!("../../tests/data/goldens/lfm2_bf16/config.json");
                 let sigmoid = include_bytes!("../../tests/data/goldens/lfm2_moe_bf16/config.json");
                 seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid].map(<[u8]>::to_vec));
-                let quantized = [fp8(), packed()];
+                let quantized = [fp8(), packed(), gpt_oss::folder(true)];
                 seeds.extend(quantized.map(|folder| serde_json::to_vec(&folder.config).expect("it is JSON")));
                 seeds
             }

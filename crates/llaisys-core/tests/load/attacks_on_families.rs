@@ -24,7 +24,7 @@ fn attacks_on_keys_of_families() {
         let file = Gguf::small("granite").with("granite.attention.head_count_kv", sizes);
         scratch.write("x.gguf", file.bytes())
     }
-    let table: [(&str, Maker, &[&str]); 15] = [
+    let table: [(&str, Maker, &[&str]); 17] = [
         ("an alpha of text", |s| hunyuan(s, json!("1000")), &["alpha", "not a number"]),
         ("a negative alpha", |s| hunyuan(s, json!(-1)), &["the rope's alpha is -1"]),
         ("an alpha beyond numbers", |s| hunyuan(s, json!(1e300)), &["the rope's alpha is 1000"]),
@@ -67,6 +67,23 @@ fn attacks_on_keys_of_families() {
                 of(s, "GraniteMoeHybridForCausalLM", &keys)
             },
             &["position_embedding_type", "not a string"],
+        ),
+        (
+            "more experts than there is memory for",
+            |s| {
+                let keys = [("num_local_experts", json!(u64::MAX)), ("num_experts_per_tok", json!(4))];
+                of(s, "GptOssForCausalLM", &keys)
+            },
+            &["the number of experts is 18446744073709552000"],
+        ),
+        (
+            "a bound of gates beyond numbers",
+            |s| {
+                let keys = [("num_local_experts", json!(2)), ("num_experts_per_tok", json!(1))];
+                let keys = [&keys[..], &[("swiglu_limit", json!(1e300))]].concat();
+                of(s, "GptOssForCausalLM", &keys)
+            },
+            &["the bound of gates is inf"],
         ),
         ("no text model", |s| wrapped(s, Value::Null), &["config.json has no \"text_config\""]),
         ("a text model that is a list", |s| wrapped(s, json!([])), &["text_config", "not an object"]),

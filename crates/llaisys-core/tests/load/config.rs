@@ -256,7 +256,7 @@ fn other_quantized_checkpoints_are_rejected_by_name() {
         let folder = small().with("quantization_config", json!({"quant_method": method, "bits": 4}));
         assert_names(
             &unsupported(folder.open()),
-            &["quantized", method, "fp8, compressed-tensors, GPTQ and AWQ", "BF16, F16 and F32"],
+            &["quantized", method, "fp8, compressed-tensors, mxfp4, GPTQ and AWQ", "BF16, F16 and F32"],
         );
     }
     let old = small().with("compression_config", json!({"quant_method": "sparseml"}));

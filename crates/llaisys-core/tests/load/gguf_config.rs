@@ -183,7 +183,7 @@ fn tokenizers_are_rejected_by_name() {
     let error = unsupported(small().with("tokenizer.ggml.pre", "deepseek-llm").open());
     assert_names(
         &error,
-        &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, qwen35, llama-bpe, lfm2, default"],
+        &["tokenizer.ggml.pre", "deepseek-llm", "smollm, qwen2, qwen35, llama-bpe, lfm2, gpt-4o, default"],
     );
     assert_names(
         &unsupported(small().without("tokenizer.ggml.pre").open()),

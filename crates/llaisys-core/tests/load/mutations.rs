@@ -2,7 +2,7 @@
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::{Gguf, parse};
-use crate::model_files::{TempFolder, check};
+use crate::model_files::{TempFolder, check, gpt_oss};
 use llaisys_core::load::checkpoint::Checkpoint;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -98,8 +98,7 @@ fn check_if_it_opens(path: &Path) {
 #[test]
 fn damaged_gguf_files_are_valid_or_rejected() {
     let scratch = TempFolder::new();
-    for architecture in ["llama", "qwen2", "qwen3"] {
-        let file = Gguf::small(architecture);
+    for file in ["llama", "qwen2", "qwen3"].map(Gguf::small).into_iter().chain([gpt_oss::gguf()]) {
         let (bytes, front) = (file.bytes(), file.header().0.len());
         for_each(4000, vec(damage(), 1..5), |changes| {
             // Both a rejection and a valid table are right; only a panic fails.
@@ -113,15 +112,16 @@ fn damaged_gguf_files_are_valid_or_rejected() {
 
 #[test]
 fn damaged_safetensors_headers_are_valid_or_rejected() {
-    let folder = Folder::small("Qwen2ForCausalLM");
-    let scratch = TempFolder::new();
-    folder.write_configs(&scratch);
-    let bytes = safetensors(&folder.tensors);
-    let front = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    for_each(1500, vec(damage(), 1..5), |changes| {
-        scratch.write("model.safetensors", damaged(bytes.clone(), front, &changes));
-        check_if_it_opens(scratch.path());
-    });
+    for folder in [Folder::small("Qwen2ForCausalLM"), gpt_oss::folder(true), gpt_oss::folder(false)] {
+        let scratch = TempFolder::new();
+        folder.write_configs(&scratch);
+        let bytes = safetensors(&folder.tensors);
+        let front = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        for_each(1000, vec(damage(), 1..5), |changes| {
+            scratch.write("model.safetensors", damaged(bytes.clone(), front, &changes));
+            check_if_it_opens(scratch.path());
+        });
+    }
 }
 
 #[test]
