@@ -17,6 +17,8 @@ from llaisys.output_parts import Content, Reasoning, ToolCall
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.text.chat_template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
+from llaisys.text.tool_calls import harmony
+from parsing import parsed
 
 MISTRAL = "{% if tools %}[TOOL_CALLS]name[ARGS]{}{% endif %}"
 THINKING = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}"
@@ -39,9 +41,11 @@ def test_the_setting_overrides_the_template() -> None:
 def test_special_tokens_that_mark_calls_are_shown() -> None:
     params = SamplingParams()
     assert params.skip_special_tokens
-    assert formats(MISTRAL).tool_params(params) is params
-    assert not formats(MISTRAL, "[TOOL_CALLS]").tool_params(params).skip_special_tokens
-    assert formats("", "[TOOL_CALLS]").tool_params(params) is params
+    assert formats(MISTRAL).parsed_params(params, has_tools=True) is params
+    special = formats(MISTRAL, "[TOOL_CALLS]")
+    assert not special.parsed_params(params, has_tools=True).skip_special_tokens
+    assert special.parsed_params(params, has_tools=False) is params
+    assert formats("", "[TOOL_CALLS]").parsed_params(params, has_tools=True) is params
 
 
 def test_a_grammar_writes_special_tokens_as_tokens() -> None:
@@ -76,6 +80,37 @@ def test_reasoning_is_that_of_the_setting_or_of_the_prompt(
 ) -> None:
     made = formats(template, "<think>", "</think>", **settings)
     assert made.reasoning_of(made.tokenizer.encode(prompt, False)) == want
+
+
+HARMONY = "{% if tools %}{% endif %}<|start|>assistant<|channel|>analysis<|message|>"
+
+
+def test_channels_are_shown_and_end_completions() -> None:
+    made = formats(HARMONY, *harmony.TAGS)
+    assert (made.tool, made.reasoning_of([1]), made.has_reasoning) == ("openai", "openai_gptoss", True)
+    ends = [made.tokenizer.token_id(tag) for tag in ("<|return|>", "<|call|>")]
+    params = made.parsed_params(SamplingParams(stop_token_ids=[ends[1], 5]), has_tools=False)  # type: ignore[list-item]
+    assert not params.skip_special_tokens
+    assert list(params.stop_token_ids) == [ends[1], 5, ends[0]]
+    assert not made.parsed_params(SamplingParams(ignore_eos=True), has_tools=False).stop_token_ids
+    by_setting = formats("", *harmony.TAGS, reasoning_parser="openai_gptoss")
+    assert by_setting.parsed_params(SamplingParams(), has_tools=False).stop_token_ids
+    assert not formats(HARMONY, reasoning_parser="qwen3").writes_channels
+
+
+def test_calls_in_channels_and_in_another_format() -> None:
+    text = '<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b<tool_call>{"name": "now", '
+    text += '"arguments": {}}</tool_call><|end|><|channel|>commentary to=functions.now<|message|>{}'
+    call = ToolCall("now", "{}")
+    shown = 'b<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    for settings, want in (
+        ({}, [Reasoning("a"), Content(shown), call]),
+        ({"tool_call_parser": "hermes"}, [Reasoning("a"), Content("b"), call, Content("{}")]),
+    ):
+        made = formats(HARMONY, *harmony.TAGS, **settings)
+        parser = made.parser(SamplingParams(), {"now": {}}, made.reasoning_of([1]))
+        assert parser is not None
+        assert parsed(parser, [text]) == want
 
 
 def test_a_completion_without_parts_has_no_parser() -> None:

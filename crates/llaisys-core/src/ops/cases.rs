@@ -204,10 +204,11 @@ pub fn swiglu_tolerance(up: f64, want: f64) -> f64 {
 /// The largest error of `clamped_swiglu` against `want`, given its gate.
 ///
 /// The exponent rounds twice, with the constant of `alpha`; its absolute error is the relative error of the exponential.
-/// The sum with 1 and one more product round as well. The rest is as in [`swiglu_tolerance`].
+/// The sum with 1 and one more product round as well. The rest is as in [`swiglu_tolerance`], with an up of at most
+/// `limit + 1`.
 pub fn clamped_swiglu_tolerance(clamp: ClampedSilu, gate: f32, want: f64) -> f64 {
     let exponent = f64::from(clamp.alpha * gate.min(clamp.limit).abs()).min(110.0);
-    (2e-7 + (5.0 + 2.0 * exponent) * ROUNDING) * want.abs() + 1e-36 + UNDERFLOW
+    (2e-7 + (5.0 + 2.0 * exponent) * ROUNDING) * want.abs() + 1e-36 * f64::from(clamp.limit + 1.0) + UNDERFLOW
 }
 
 /// The largest error of `geglu` against `want`, given gate and up.

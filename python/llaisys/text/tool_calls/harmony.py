@@ -87,7 +87,7 @@ class HarmonyParser:
         parts: list[OutputPart] = []
         # The rest is whitespace, a header without its text, or the start of a tag.
         is_answer = self._state != "body" and not cut and self._text.strip()
-        if is_answer and not self._text.lstrip().startswith(TAGS):
+        if is_answer and _TAG.search(self._text) is None:
             self._begin_body("content")
         if self._state == "body":
             if not cut:

@@ -125,15 +125,14 @@ impl AttentionCase {
         let one = |len, n_rows| vec![Sequence { len, n_rows }];
         let mut cases = Vec::new();
         for sinks in [4.0, 60.0] {
-            let sinks = Some(sinks);
-            for sequences in [mixed.to_vec(), crowd.to_vec(), one(2300, 1), one(2300, 150)] {
-                for window in [None, Some(24), Some(300)] {
+            let plain = || Self { heads: (4, 2), d_head: 16, sinks: Some(sinks), ..Self::plain() };
+            for sequences in [mixed.to_vec(), crowd.to_vec(), one(2300, 1), one(2300, 70)] {
+                for window in [None, Some(24)] {
                     let dtype = KvDType::ALL[cases.len() % 4];
-                    cases.push(Self { dtype, sequences: sequences.clone(), window, sinks, ..Self::plain() });
+                    cases.push(Self { dtype, sequences: sequences.clone(), window, ..plain() });
                 }
             }
-            let (sequences, soft_cap) = (mixed.to_vec(), Some(5.0));
-            cases.push(Self { sequences, soft_cap, sinks, ..Self::plain() });
+            cases.push(Self { sequences: mixed.to_vec(), soft_cap: Some(5.0), ..plain() });
         }
         cases
     }
