@@ -2,6 +2,11 @@
 
 use crate::error::FormatError;
 
+/// Upper bound of the inner width of a feed-forward block.
+pub(super) const D_FF_MAX: usize = 1 << 20;
+/// Bounds of multipliers and soft caps.
+pub(super) const SCALE: (f64, f64) = (1e-6, 1e6);
+
 /// Checks that a number is within its bounds. Errors: [`FormatError::Bounds`], for NaN too.
 pub(crate) fn bounded(what: &'static str, got: f64, min: f64, max: f64) -> Result<(), FormatError> {
     // Written so that NaN is rejected.

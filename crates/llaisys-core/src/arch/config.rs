@@ -1,6 +1,6 @@
 //! The checked hyper-parameters of a model, from any container.
 
-use crate::arch::bounds::{bounded, check_id};
+use crate::arch::bounds::{D_FF_MAX, SCALE, bounded, check_id};
 use crate::arch::delta_net::DeltaNet;
 use crate::arch::experts::Experts;
 use crate::arch::recurrent::RecurrentLayer;
@@ -110,10 +110,7 @@ const LIMITS: [(&str, SizeOf, usize); 8] = [
     ("the vocabulary size", |c| c.vocab_size, 1 << 20),
     ("the number of positions", |c| c.max_positions, 1 << 24),
 ];
-pub(super) const D_FF_MAX: usize = 1 << 20;
 const RMS_EPS: (f64, f64) = (1e-12, 1e-1);
-/// Of multipliers and soft caps.
-pub(super) const SCALE: (f64, f64) = (1e-6, 1e6);
 
 const RECURRENT: &str = "only a model with these layers has their weights";
 

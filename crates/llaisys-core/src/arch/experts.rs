@@ -1,7 +1,6 @@
 //! The mixture of experts of one model.
 
-use crate::arch::bounds::bounded;
-use crate::arch::config::{D_FF_MAX, SCALE};
+use crate::arch::bounds::{D_FF_MAX, SCALE, bounded};
 use crate::error::FormatError;
 
 const EXPERTS_MAX: usize = 1 << 9;
