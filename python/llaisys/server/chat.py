@@ -153,31 +153,33 @@ async def prompt_of(
     tokens.
     """
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    effort = body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None
     return await engine.chat_prompt(
-        template_messages(messages),
+        template_messages(messages, in_channels=engine.output_formats.writes_channels),
         add_generation_prompt=add,
         continue_final_message=continue_final,
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
-        template_kwargs=template_kwargs(body.chat_template_kwargs, getattr(body, "reasoning_effort", None)),
+        template_kwargs=template_kwargs(body.chat_template_kwargs, effort),
         n_tokens_max=n_tokens_max,
     )
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], *, in_channels: bool) -> list[dict[str, Any]]:
     """Return the messages with the field names of templates: `reasoning` becomes `reasoning_content`.
 
-    The template of gpt-oss has the reasoning before a call in `thinking`, and rejects it next to content.
+    `in_channels`: the template of gpt-oss has the reasoning before a call in `thinking`, and rejects it next
+    to content.
     """
-    return [_with_reasoning(message) for message in messages]
+    return [_with_reasoning(message, in_channels=in_channels) for message in messages]
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: Mapping[str, Any], *, in_channels: bool) -> dict[str, Any]:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     rest = {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}
     if not isinstance(reasoning, str):
         return rest
-    is_before_call = bool(message.get("tool_calls")) and not message.get("content")
+    is_before_call = in_channels and bool(message.get("tool_calls")) and not message.get("content")
     return {**rest, "reasoning_content": reasoning} | ({"thinking": reasoning} if is_before_call else {})
 
 

@@ -257,6 +257,30 @@ async def test_the_conversation_reaches_the_template(engine: FakeService, client
     }
 
 
+async def test_the_reasoning_effort_is_a_variable_of_the_template(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    for effort, given, want in (
+        ("high", {}, {"reasoning_effort": "high"}),
+        ("none", {}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ("low", {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+    ):
+        await client.post(URL, json={**chat_body, "reasoning_effort": effort, "chat_template_kwargs": given})
+        assert engine.chats[-1][1]["template_kwargs"] == want
+
+
+async def test_reasoning_before_a_call_has_the_name_of_channels(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]}
+    messages = [said, {**said, "content": "I look."}]
+    for parser, has_thinking in (("qwen3", [False, False]), ("openai_gptoss", [True, False])):
+        engine.config = Config(reasoning_parser=parser)
+        assert (await client.post(URL, json={"messages": messages})).status_code == 200
+        assert ["thinking" in message for message in engine.chats[-1][0]] == has_thinking
+
+
 async def test_a_prompt_to_be_truncated_may_have_any_length(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
@@ -292,6 +316,7 @@ async def test_the_end_of_the_prompt(
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages"),
     ],
 )

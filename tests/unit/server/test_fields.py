@@ -203,6 +203,7 @@ SERVED: dict[str, dict[str, Case]] = {
         "continue_final_message": Case({"continue_final_message": True}, lambda _, a: a.status_code, 200),
         "chat_template_kwargs": Case({"chat_template_kwargs": {"x": 1}}, lambda _, a: a.status_code, 200),
         "add_special_tokens": Case({"add_special_tokens": True}, lambda _, a: a.status_code, 200),
+        "reasoning_effort": Case({"reasoning_effort": "low"}, lambda _, a: a.status_code, 200),
     },
     COMPLETIONS: {
         **SHARED,
