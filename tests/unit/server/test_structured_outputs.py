@@ -381,3 +381,29 @@ async def test_reasoning_is_separate_if_the_template_knows_it(
     engine.script = [Piece(["<think>hm</think>Yes"], "stop")]
     (choice,) = (await client.post(CHAT, json=chat_body)).json()["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", "Yes")
+
+
+CHANNELS = "{% if tools %}{% endif %}<|start|>assistant<|channel|>analysis<|message|>"
+
+
+async def test_channels_are_divided_if_the_template_writes_them(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
+) -> None:
+    """Reasoning, a message before the call, and the call, in pieces that divide the tags."""
+    engine.template = ChatTemplate(TemplateSource({"default": CHANNELS}, {}))
+    text = "<|channel|>analysis<|message|>Hm < 3.<|end|>"
+    text += "<|start|>assistant<|channel|>commentary<|message|>I look."
+    text += "<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    engine.script = [Piece(list(text)), Piece(list('{"a": 1}')), Piece(finish="stop")]
+    whole, stream = await both(client, {**chat_body, "tools": [ADD]})
+    assert whole["finish_reason"] == "tool_calls"
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    message = without_ids(whole["message"])
+    assert (message["reasoning_content"], message["content"]) == ("Hm < 3.", "I look.")
+    assert message["tool_calls"] == [{"type": "function", "function": function}]
+    assert without_ids(message_of(choice["delta"] for choice in stream)) == message
+    params = [call.params for call in engine.calls]
+    assert not any(call.skip_special_tokens for call in params)
+    engine.script = [Piece(["<|channel|>analysis<|message|>Hm.<|end|>"]), Piece(finish="length")]
+    whole, _ = await both(client, chat_body)
+    assert (whole["message"]["reasoning_content"], whole["message"]["content"]) == ("Hm.", None)
