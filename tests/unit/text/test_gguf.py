@@ -73,6 +73,7 @@ def test_smollm_pretokenizes_like_its_tokenizer_json(small: MakeGguf, text: str)
         ("qwen35", "We\u0323'VE 12  x\n", ["We\u0323", "'VE", " ", "1", "2", " ", " x", "\n"]),
         ("llama-bpe", "WE'VE 12345  x.\n", ["WE", "'VE", " ", "123", "45", " ", " x", ".\n"]),
         ("lfm2", "WE'VE 12345  x.\n", ["WE", "'VE", " ", "123", "45", " ", " x", ".\n"]),
+        ("gpt-4o", "WeLl'VE 12345  x/y./\n", ["We", "Ll'VE", " ", "123", "45", " ", " x", "/y", "./\n"]),
         ("default", "We've $12345", ["We", "'", "ve", " ", "$", "123", "45"]),
     ],
 )
