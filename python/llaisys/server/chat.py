@@ -153,16 +153,23 @@ async def prompt_of(
     tokens.
     """
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    in_channels = engine.output_formats.writes_channels
     effort = body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None
     return await engine.chat_prompt(
-        template_messages(messages, in_channels=engine.output_formats.writes_channels),
+        template_messages(messages, in_channels=in_channels),
         add_generation_prompt=add,
         continue_final_message=continue_final,
         add_special_tokens=bool(body.add_special_tokens),
-        tools=tools,
+        tools=_described(tools) if in_channels else tools,
         template_kwargs=template_kwargs(body.chat_template_kwargs, effort),
         n_tokens_max=n_tokens_max,
     )
+
+
+def _described(tools: list[Json] | None) -> list[Json] | None:
+    """Return the tools with an empty description where one has none: the template of gpt-oss needs it."""
+    empty = {"description": ""}
+    return tools and [{**tool, "function": {**empty, **tool["function"]}} for tool in tools]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], *, in_channels: bool) -> list[dict[str, Any]]:

@@ -269,16 +269,19 @@ async def test_the_reasoning_effort_is_a_variable_of_the_template(
         assert engine.chats[-1][1]["template_kwargs"] == want
 
 
-async def test_reasoning_before_a_call_has_the_name_of_channels(
+async def test_reasoning_and_tools_have_what_a_template_of_channels_reads(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]}
     messages = [said, {**said, "content": "I look."}]
+    tools = [{"type": "function", "function": {"name": "now"}}]
     for parser, has_thinking in (("qwen3", [False, False]), ("openai_gptoss", [True, False])):
-        engine.config = Config(reasoning_parser=parser)
-        assert (await client.post(URL, json={"messages": messages})).status_code == 200
-        assert ["thinking" in message for message in engine.chats[-1][0]] == has_thinking
+        engine.config = Config(reasoning_parser=parser, tool_call_parser="hermes")
+        assert (await client.post(URL, json={"messages": messages, "tools": tools})).status_code == 200
+        sent, options = engine.chats[-1]
+        assert ["thinking" in message for message in sent] == has_thinking
+        assert ("description" in options["tools"][0]["function"]) == has_thinking[0]
 
 
 async def test_a_prompt_to_be_truncated_may_have_any_length(
