@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from llaisys.cli.reasoning_tags import ReasoningTags
 from llaisys.errors import RejectedError, RequestFailedError
 
 TIMEOUT_S = 600
@@ -64,7 +65,7 @@ def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
 
     Raises RequestFailedError for an error before or in the stream.
     """
-    is_reasoning = False
+    tags = ReasoningTags()
     if response.status != 200:
         raise RequestFailedError(f"the server responded {response.status}: {_error_text(response.read())}")
     for line in response:
@@ -75,12 +76,8 @@ def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
             raise RequestFailedError(str(chunk["error"]["message"]))
         for choice in chunk["choices"]:
             reasoning, content = (choice["delta"].get(name) or "" for name in ("reasoning", "content"))
-            if reasoning:
-                yield reasoning if is_reasoning else f"<think>\n{reasoning}"
-                is_reasoning = True
-            if content:
-                yield f"\n</think>\n\n{content}" if is_reasoning else content
-                is_reasoning = False
+            if text := tags.text(reasoning, content):
+                yield text
 
 
 def _error_text(raw: bytes) -> str:
