@@ -342,6 +342,8 @@ class Context:
         gpu: Gpu | None = None,
         pins: bool = True,
         prune_argmax: bool = False,
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
         progress: Progress | None = None,
     ) -> Context:
         """Load the weights (GIL released). The `dtype`s "int8" and "int4" quantize a float checkpoint.
@@ -355,6 +357,7 @@ class Context:
         - `pins`: with exactly as many CPUs as threads, pin each thread to a CPU.
         - `prune_argmax`: keep an 8-bit copy of a 16- or 32-bit head, with which most greedy tokens are found
           without reading the whole head (one rank, on the CPU).
+        - `max_loras`, `max_lora_rank`: bounds on loaded LoRA adapters and their ranks (one rank, on the CPU).
         - `progress`: the counters of this context, which also show the loading (on the CPU).
         - `lifo`, `nan_fill`: for tests. Reuse cells and ids that were freed last; fill every cell that is
           free or reserved with NaN.
@@ -397,6 +400,13 @@ class Context:
         """Attach a sampler to a sequence. `output_ids` are the tokens generated so far (after a preemption).
         Rows of a sequence without a sampler are sampled greedily. The last id that a decode samples for a
         sequence counts as its output. Raises RejectedError for a parameter out of its bounds."""
+    def lora_load(self, path: str) -> tuple[int, str, int, int]:
+        """Load a LoRA adapter (a PEFT folder; GIL released). Return its slot, a hash of what it adds to K and
+        V, its largest rank and its bytes. Raises RejectedError, UnsupportedError, ExhaustedError (slots)."""
+    def lora_unload(self, slot: int) -> None:
+        """Unload an adapter. Raises RejectedError while a sequence uses it."""
+    def seq_set_lora(self, seq_id: int, slot: int) -> None:
+        """Let a sequence without cells use an adapter until it is released. Raises RejectedError."""
     def decode(
         self,
         tokens: NDArray[np.int32],
@@ -410,23 +420,20 @@ class Context:
         return_logits: bool = False,
     ) -> DecodeOutput:
         """Run one forward pass for all rows (GIL released) and sample.
-
         All arrays are `[n_rows]`, except `seq_ids` `[sum(n_seq_id)]`. `wants_output`: flags, 1 logits and a
         sampled id, 2 final hidden state, 4 the row's token is a draft. A draft is kept if the row before it,
         of the same sequence, samples it; a rejected one has the id -1. `logits_mask`: batch rows `[n]` that
         request logits, and bits `[n, ceil(vocab / 32)]`, where a set bit allows its id. `stream` is checked
         against the streams of the rows' sequences. A row of several sequences is stored once and seen by all;
         it is sampled with the sampler of the first one.
-        Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic), with no side
-        effects.
+        Raises ExhaustedError, RejectedError (a row) or CoreFaultError (a panic), with no side effects.
         """
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """Remove positions `p0 <= p < p1` of a sequence. In all `kv_seq_*` methods, a negative p0 means from
         the start and a negative p1 to the end."""
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Let `dst` see the positions of `src` in the range: the same cells within a KV stream; across
-        streams K and V are copied into newly allocated cells. Raises ExhaustedError if too few are free,
-        RejectedError if `dst` has positions in the range."""
+        streams K and V are copied into newly allocated cells. Raises ExhaustedError if too few are free."""
     def kv_seq_keep(self, seq_id: int) -> None:
         """Remove the cells of every other sequence. All ids stay acquired, cache nodes keep their cells."""
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
@@ -441,18 +448,15 @@ class Context:
         """Cache the sequence's cells of positions `p0 <= p < p1` in a new node, in which they stay allocated
         after the sequence is released (the prefix cache). The caller chooses the node's id (0 to 2^64 - 1)
         and uses it once. A cell is in at most one node.
-        Raises RejectedError, with no side effects: an existing node, an empty range, a position that is
-        missing in the sequence or already cached."""
+        Raises RejectedError for an existing node or a position that is missing or already cached."""
     def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None:
         """Let a sequence that ends at `p0` (0 if it is empty) see the node's positions `p0 <= p < p1`: the
         same cells within a KV stream; across streams K and V are copied into newly allocated cells. With
         recurrent layers, it can then be continued only from the end of a node with a state.
-        Raises ExhaustedError (too few cells for a copy) or RejectedError, with no side effects: an unknown
-        node, an empty range, a position that is missing in the node."""
+        Raises ExhaustedError (cells for a copy) or RejectedError (a node or a position is missing)."""
     def kv_node_relink(self, node: int, seq_id: int, p0: int, p1: int) -> None:
         """Let a sequence see the node's cells at positions `p0 <= p < p1` in place of its own, which have the
-        same contents. Its recurrent state stays. Raises RejectedError as `kv_node_attach`, and for a node of
-        another KV stream."""
+        same contents. Its recurrent state stays. Raises RejectedError for another KV stream, too."""
     def kv_node_keep_state(self, node: int, seq_id: int) -> None:
         """Let a node have the recurrent state of a sequence that ends where the node ends; nothing is copied.
         Raises ExhaustedError if `n_states_kept` nodes have one, RejectedError for a node with another end or
@@ -470,17 +474,14 @@ class Context:
         """Move the positions from `at` on, and the recurrent state, to the new node `tail`; those below `at`
         stay in the node. Raises RejectedError if either part would be empty."""
     def kv_node_trim(self, node: int, at: int) -> None:
-        """Remove the node's positions from `at` on, with its recurrent state, and the node if none is left.
-        Raises RejectedError if `at` is outside the node."""
+        """Remove the positions from `at` on, with the recurrent state, and the node if none is left."""
     def kv_node_export(self, node: int, p0: int, p1: int) -> NDArray[np.uint8]:
         """Return K and V of the node's positions `p0 <= p < p1` (GIL released): for each layer K
-        `[p1 - p0][n_kv_heads][d_head]`, then V likewise, in the cells' type, little endian. Raises
-        RejectedError."""
+        `[p1 - p0][n_kv_heads][d_head]`, then V likewise, in the cells' type, little endian."""
     def kv_node_import(self, node: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
         """Create a cache node on newly allocated cells of a stream, at positions from `p0`, with the bytes
         that `kv_node_export` returned in a context with the same fingerprint (GIL released).
-        Raises ExhaustedError (cells) or RejectedError, with no side effects: an existing node, a number of
-        bytes that is not that of whole cells, positions past `max_model_len`."""
+        Raises ExhaustedError (cells) or RejectedError (an existing node, bytes of no whole cells)."""
     def fingerprint(self) -> str:
         """Return a hash of what K and V depend on other than tokens and positions: configuration, all weights
         (replaced ones included), dtypes, cell layout and instruction set or GPU architecture. It has 32
@@ -490,8 +491,7 @@ class Context:
     def snapshot(self) -> Snapshot:
         """Return all cells of sequences and cache nodes, in time linear in the number of ranges."""
     def digest(self) -> int:
-        """Return a hash of the cells, the cache nodes, the acquired ids and the order of the free cells, in
-        time linear in the size of the cache."""
+        """Return a hash of the cells, the cache nodes, the acquired ids and the order of the free cells."""
     def replace_weight(self, name: str, values: NDArray[np.float32]) -> None:
         """Replace one tensor, by its name in the checkpoint, with values of the same shape. Raises
         RejectedError or UnsupportedError, with no side effects: a wrong name or shape, a tensor in quantized

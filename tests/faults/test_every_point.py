@@ -54,8 +54,8 @@ POINTS = {
 SESSIONS = {"kv.node_export", "kv.node_import"}
 # The point of test_ranks.py.
 RANKS = {"decode.rank"}
-# Calls that the engine does not make for this model; a Rust test covers them, and `test_seam.py` those for
-# recurrent layers.
+# Calls that the engine does not make for this model; a Rust test covers them, `test_seam.py` those for
+# recurrent layers, and `test_lora.py` (parity) those for adapters.
 UNUSED = {
     "kv.seq_keep",
     "kv.seq_add",
@@ -64,6 +64,9 @@ UNUSED = {
     "kv.node_drop_state",
     "kv.node_export_state",
     "kv.node_import_state",
+    "lora.load",
+    "lora.unload",
+    "seq.set_lora",
     "weights.replace",
 }
 DRAFTS = "drafts"

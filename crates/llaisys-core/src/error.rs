@@ -14,11 +14,13 @@
 mod batch;
 mod format;
 mod kv;
+mod lora;
 mod sampling;
 
 pub use batch::BatchError;
 pub use format::{FormatError, GgufError};
 pub use kv::KvError;
+pub use lora::LoraError;
 pub use sampling::SamplingError;
 
 use thiserror::Error;
@@ -61,6 +63,9 @@ pub enum Rejected {
     /// A sampling parameter is out of its bounds.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
+    /// A LoRA adapter is wrong, or used wrongly.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
     /// A model file is damaged or inconsistent.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -103,6 +108,11 @@ pub enum Exhausted {
     /// All sequence ids are acquired.
     #[error("all {capacity} sequence ids are acquired")]
     SequenceIds { capacity: usize },
+    /// As many LoRA adapters are loaded as may be.
+    #[error(
+        "all {capacity} slots of LoRA adapters are in use (max_loras); unload one first, or raise max_loras"
+    )]
+    LoraSlots { capacity: usize },
     /// As many cache nodes have a recurrent state as may.
     #[error("all {capacity} recurrent states of cache nodes are in use; drop one first")]
     States { capacity: usize },

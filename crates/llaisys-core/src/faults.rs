@@ -78,10 +78,13 @@ pub(crate) mod table {
         Point { name, actions, action, n_left, n_hits }
     }
 
-    static TABLE: [Point; 32] = [
+    static TABLE: [Point; 35] = [
         point("seq.acquire", ENTRY),
         point("seq.release", LEAKS),
         point("seq.set_sampler", ENTRY),
+        point("seq.set_lora", ENTRY),
+        point("lora.load", ENTRY),
+        point("lora.unload", ENTRY),
         point("decode.begin", ENTRY),
         point("decode.prepare", ENTRY),
         point("decode.placed", ENTRY),

@@ -38,7 +38,7 @@ impl Context {
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
         max_model_len, n_threads, n_ranks = 1, n_states_kept = 0, lifo = false, nan_fill = false, gpu = None,
-        pins = true, prune_argmax = false, progress = None
+        pins = true, prune_argmax = false, max_loras = 0, max_lora_rank = 16, progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -59,6 +59,8 @@ impl Context {
         gpu: Option<&Gpu>,
         pins: bool,
         prune_argmax: bool,
+        max_loras: i64,
+        max_lora_rank: i64,
         progress: Option<&Progress>,
     ) -> PyResult<Self> {
         let progress = progress.map(|progress| Arc::clone(&progress.core)).unwrap_or_default();
@@ -80,6 +82,8 @@ impl Context {
                 n_ranks: count("n_ranks", n_ranks, THREADS_MAX as i64)?,
                 pins,
                 prune_argmax,
+                max_loras: natural("max_loras", max_loras)? as usize,
+                max_lora_rank: natural("max_lora_rank", max_lora_rank)? as usize,
             };
             match gpu {
                 None if n_cells.is_none() => {
@@ -151,6 +155,22 @@ impl Context {
     /// Release the id, its cells and its sampler.
     fn seq_release(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
         self.core.brief(py, |core| core.seq_release(SeqId::from_raw(seq_id)))
+    }
+
+    /// Load a LoRA adapter; the GIL is released.
+    fn lora_load(&self, py: Python<'_>, path: PathBuf) -> PyResult<(u32, String, usize, usize)> {
+        let info = self.core.detached(py, |core| core.lora_load(&path))?;
+        Ok((info.slot, info.hash, info.rank, info.n_bytes))
+    }
+
+    /// Unload the adapter in a slot.
+    fn lora_unload(&self, py: Python<'_>, slot: i64) -> PyResult<()> {
+        self.core.brief(py, |core| core.lora_unload(natural("slot", slot)?))
+    }
+
+    /// Let a sequence without cells use the adapter in a slot.
+    fn seq_set_lora(&self, py: Python<'_>, seq_id: i64, slot: i64) -> PyResult<()> {
+        self.core.brief(py, |core| core.seq_set_lora(SeqId::from_raw(seq_id), Some(natural("slot", slot)?)))
     }
 
     /// Attach sampling to a sequence.

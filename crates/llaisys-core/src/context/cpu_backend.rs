@@ -94,7 +94,10 @@ impl Rank {
     ) -> Result<Self> {
         let model = decoder.config();
         let ops = OpContext::new(kernels, pool, config.n_batch, Workspace::max_columns(model))?;
-        let work = Workspace::new(model, config.n_batch)?;
+        let mut work = Workspace::new(model, config.n_batch)?;
+        if config.max_loras > 0 {
+            work = work.with_lora(model, config.n_batch, config.max_lora_rank)?;
+        }
         let storage =
             Storage::new(model.n_attention(), config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
         let state_len = model.recurrent_layer.map_or(0, |layer| layer.state_len());

@@ -3,6 +3,7 @@
 use super::Context;
 use super::backend::{Backend, StepBatch};
 use super::layout::Layout;
+use super::lora::LoraBank;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use super::state_rows::{StateRows, VerifiedRows};
 use crate::batch::{Batch, BatchArrays, output};
@@ -79,10 +80,13 @@ impl Context {
         fault_point!(panic "kv.prepare");
         self.broken = false;
         let mut reservation = prepared?;
+        // The reservation has checked that the sequences exist.
+        self.loras.check_batch(&batch)?;
         fault_point!("decode.placed");
         let mut step = Step {
             backend: &mut *self.backend,
             layout: &mut self.layout,
+            loras: &mut self.loras,
             state_rows: self.state_rows.as_mut(),
             progress: &progress,
             samplers: &mut self.samplers,
@@ -207,6 +211,7 @@ impl DecodeResult {
 struct Step<'a> {
     backend: &'a mut dyn Backend,
     layout: &'a mut Layout,
+    loras: &'a mut LoraBank,
     state_rows: Option<&'a mut StateRows>,
     progress: &'a Progress,
     samplers: &'a mut SamplerBank,
@@ -283,6 +288,7 @@ impl<'a> Step<'a> {
             attention: self.layout.attention(),
             windowed: self.layout.windowed(),
             recurrent,
+            lora: self.loras.pass(self.batch, rows.clone()),
         };
         self.backend.forward(&forward, self.progress)?;
         fault_point!("decode.forward");

@@ -57,6 +57,7 @@ impl Context {
         self.change(Change::One(id), |context| {
             context.kv.seq_release(id)?;
             context.samplers.detach(id);
+            context.loras.release(id);
             context.backend.release_sequence(id);
             Ok(())
         })?;
@@ -89,9 +90,12 @@ impl Context {
 
     /// Lets `dst` see positions of `src` in a range (as in [`Context::kv_seq_rm`]): the same cells within a
     /// stream, else copies of their keys and values in newly allocated cells.
-    /// Errors: a stale id, `dst` has positions there, too few free cells for a copy.
+    /// Errors: a stale id, `dst` has positions there, sequences with different LoRA adapters, too few free cells for a
+    /// copy.
     pub fn kv_seq_cp(&mut self, src: SeqId, dst: SeqId, p0: i32, p1: i32) -> Result<()> {
         fault_point!("kv.seq_cp");
+        [src, dst].into_iter().try_for_each(|id| self.kv.check_acquired(id))?;
+        self.loras.check_same(&[src, dst])?;
         self.change(Change::One(dst), |context| {
             let copies = context.kv.seq_cp(src, dst, p0, p1)?;
             context.backend.copy_cells(&copies)

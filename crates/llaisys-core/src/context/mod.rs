@@ -11,6 +11,7 @@ pub mod encoder;
 pub(crate) mod fingerprint;
 mod kv;
 mod layout;
+mod lora;
 pub(crate) mod sampling;
 mod state_rows;
 #[cfg(test)]
@@ -19,6 +20,7 @@ mod tests;
 pub use crate::ops::dispatch::IsaName;
 pub use crate::threads::THREADS_MAX;
 pub use decode::{DecodeRequest, DecodeResult};
+pub use lora::{LORA_RANK_MAX, LORA_SLOTS_MAX, LoraInfo};
 pub use sampling::RowMasks;
 
 use crate::arch::config::ModelConfig;
@@ -39,6 +41,7 @@ use cpu_backend::CpuBackend;
 use fingerprint::{Fingerprint, kv_dtype_name};
 use kv::Change;
 use layout::Layout;
+use lora::LoraBank;
 use sampling::SamplerBank;
 use state_rows::StateRows;
 use std::path::Path;
@@ -80,6 +83,10 @@ pub struct ContextConfig {
     /// Keep an 8-bit copy of a 16- or 32-bit head, with which most greedy tokens are found without reading the whole
     /// head (one rank, on the CPU).
     pub prune_argmax: bool,
+    /// LoRA adapters that may be loaded at a time; 0 for none (one rank, on the CPU).
+    pub max_loras: usize,
+    /// Adapters of ranks up to this are accepted.
+    pub max_lora_rank: usize,
 }
 
 impl Default for ContextConfig {
@@ -102,6 +109,8 @@ impl Default for ContextConfig {
             n_ranks: 1,
             pins: true,
             prune_argmax: false,
+            max_loras: 0,
+            max_lora_rank: 16,
         }
     }
 }
@@ -125,6 +134,7 @@ pub struct Context {
     state_rows: Option<StateRows>,
     kv: KvCache,
     samplers: SamplerBank,
+    loras: LoraBank,
     fingerprint: Fingerprint,
     progress: Arc<Progress>,
     broken: bool,
@@ -183,6 +193,7 @@ impl Context {
             state_rows: is_recurrent.then(|| StateRows::new(config.n_seq_max)),
             kv,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
+            loras: LoraBank::new(config.max_loras, config.n_seq_max),
             fingerprint,
             progress: Arc::default(),
             broken: false,
@@ -301,6 +312,26 @@ pub(crate) fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
             return Err(Rejected::OutOfRange { what, got: got as i64, min: 1, max: max as i64 }.into());
         }
     }
+    if config.max_loras > 0 {
+        check_lora(config)?;
+    }
     Shard { rank: 0, world: config.n_ranks }.config(model)?;
+    Ok(())
+}
+
+fn check_lora(config: &ContextConfig) -> Result<()> {
+    let counts = [
+        ("max_loras", config.max_loras, LORA_SLOTS_MAX),
+        ("max_lora_rank", config.max_lora_rank, LORA_RANK_MAX),
+    ];
+    for (what, got, max) in counts {
+        if got < 1 || got > max {
+            return Err(Rejected::OutOfRange { what, got: got as i64, min: 1, max: max as i64 }.into());
+        }
+    }
+    if config.n_ranks > 1 {
+        let value = format!("with tensor_parallel_size {}", config.n_ranks);
+        return Err(Unsupported::feature("enable_lora", value, "tensor_parallel_size 1").into());
+    }
     Ok(())
 }

@@ -56,6 +56,8 @@ fn split_context(n_ranks: usize) -> Context {
         n_ranks,
         pins: true,
         prune_argmax: true,
+        max_loras: 0,
+        max_lora_rank: 16,
     };
     let context = Context::load(&folder, config).unwrap();
     std::fs::remove_dir_all(folder).unwrap();

@@ -7,6 +7,7 @@
 //! summed where they join the residual stream, of which every rank has all columns.
 
 use super::journal::Journal;
+use super::lora::{GatedLayer, LoraAt, LoraPass, LoraProjections};
 use super::workspace::{Activations, ExpertRows};
 use crate::arch::config::ModelConfig;
 use crate::arch::experts::Experts;
@@ -16,8 +17,8 @@ use crate::forward::weights::{
     Attention, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert, Weights,
 };
 use crate::ops::{
-    self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows, RopeTable, Routing,
-    Scoring,
+    self, AttentionRows, Gate, LoraOutputs, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows,
+    RopeTable, Routing, Scoring,
 };
 use crate::tensor::{KvLayer, KvLayerMut};
 
@@ -38,6 +39,8 @@ pub struct ForwardRows<'a> {
     pub windowed: Option<AttentionRows<'a>>,
     /// The rows of each sequence and its states, in a model with recurrent layers.
     pub recurrent: Option<RecurrentRows<'a>>,
+    /// The rows that use LoRA adapters; None if there are none.
+    pub lora: Option<LoraPass<'a>>,
 }
 
 /// The keys and values of each layer with attention, and the states of each recurrent layer, both numbered from 0. The
@@ -82,6 +85,11 @@ impl Decoder {
     /// The configuration of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// The activation of the gate of feed-forward blocks.
+    pub(super) fn gate(&self) -> Gate {
+        self.gate
     }
 
     /// The rotary embedding of a layer; None if it is not rotated.
@@ -130,7 +138,7 @@ impl Decoder {
                     n_attention += 1;
                 }
             }
-            self.feed_forward(cx, layer, &mut pass.w)?;
+            self.feed_forward(cx, index, layer, &mut pass)?;
         }
         Ok(())
     }
@@ -169,6 +177,10 @@ impl Decoder {
         if let Some(weight) = &weights.gate {
             ops::linear(cx, input, &[ops::LinearPart { weight, bias: None }], &mut [&mut *w.attn_gate]);
         }
+        let projections =
+            LoraProjections { layer: index, at: LoraAt::Attention, input, scratch: w.lora_hidden };
+        let outputs = &mut [&mut *w.q, &mut *w.k, &mut *w.v, &mut *w.attn_gate];
+        self.add_lora(cx, rows, projections, LoraOutputs::Separate(outputs));
         let norms_rotated = config.arch.qk_norm == QkNorm::RotatedHead;
         if !norms_rotated {
             self.normalize_heads(cx, weights, w);
@@ -193,8 +205,9 @@ impl Decoder {
         if weights.gate.is_some() {
             ops::sigmoid_gate(cx, w.attended, w.attn_gate);
         }
-        let branch =
-            Branch { input: w.attended, projection: &weights.o, norm: layer.attn_post_norm.as_ref() };
+        let lora = BranchLora { rows, layer: index, at: LoraAt::Attended, scratch: w.lora_hidden };
+        let norm = layer.attn_post_norm.as_ref();
+        let branch = Branch { input: w.attended, projection: &weights.o, norm, lora: Some(lora) };
         self.add_projection(cx, branch, w.x, w.normed)
     }
 
@@ -210,9 +223,11 @@ impl Decoder {
     fn feed_forward(
         &self,
         cx: &mut OpContext,
+        index: usize,
         layer: &LayerWeights,
-        w: &mut Activations<'_>,
+        pass: &mut Pass<'_>,
     ) -> Result<(), DeviceError> {
+        let (rows, w) = (pass.rows, &mut pass.w);
         let input = normalized(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, w.x, w.normed);
         let norm = layer.ffn_post_norm.as_ref();
         match (&layer.feed_forward, self.config.experts) {
@@ -227,8 +242,11 @@ impl Decoder {
             (FeedForward::Dense(mlp), _) => {
                 let n = input.len() / self.config.d_model;
                 let inner = &mut w.inner[..n * self.config.d_dense()];
-                ops::linear_gated(cx, input, mlp.gated_part(self.gate), inner);
-                self.add_projection(cx, Branch { input: inner, projection: &mlp.down, norm }, w.x, w.normed)
+                let (scratch, gate_up) = (&mut *w.lora_hidden, &mut *w.lora_gate_up);
+                self.gated(cx, rows, GatedLayer { layer: index, mlp, input, scratch, gate_up }, inner);
+                let lora = BranchLora { rows, layer: index, at: LoraAt::Inner, scratch: w.lora_hidden };
+                let branch = Branch { input: inner, projection: &mlp.down, norm, lora: Some(lora) };
+                self.add_projection(cx, branch, w.x, w.normed)
             }
             (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
         }
@@ -290,15 +308,23 @@ impl Decoder {
         x: &mut [f32],
         scratch: &mut [f32],
     ) -> Result<(), DeviceError> {
-        let Branch { input, projection: Projection { matrix, bias }, norm } = branch;
+        let Branch { input, projection: Projection { matrix, bias }, norm, lora } = branch;
+        let add_lora = |cx: &OpContext, input: &[f32], out: &mut [f32]| {
+            if let Some(BranchLora { rows, layer, at, scratch }) = lora {
+                let projections = LoraProjections { layer, at, input, scratch };
+                self.add_lora(cx, rows, projections, LoraOutputs::Separate(&mut [out]));
+            }
+        };
         if norm.is_some() || bias.is_some() || cx.collective.world() > 1 {
             let bias = bias.as_deref().filter(|_| cx.collective.rank() == 0);
             ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias }], &mut [&mut *scratch]);
+            add_lora(cx, input, scratch);
             cx.collective.all_reduce_sum(scratch)?;
             self.add_branch(cx, scratch, norm, x);
         } else {
             ops::scale(cx, input, self.config.residual_scale);
             ops::linear_add(cx, input, matrix, x);
+            add_lora(cx, input, x);
         }
         Ok(())
     }
@@ -384,6 +410,16 @@ pub(super) struct Branch<'a> {
     pub(super) projection: &'a Projection,
     /// Norm of the projected values.
     pub(super) norm: Option<&'a Vec<f32>>,
+    /// The adapters of the projection; None if it can have none.
+    pub(super) lora: Option<BranchLora<'a>>,
+}
+
+/// The adapters of the projection of a branch.
+pub(super) struct BranchLora<'a> {
+    rows: &'a ForwardRows<'a>,
+    layer: usize,
+    at: LoraAt,
+    scratch: &'a mut [f32],
 }
 
 /// The number of a layer, and its number among those of its kind.

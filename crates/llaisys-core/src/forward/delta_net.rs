@@ -34,7 +34,7 @@ impl Decoder {
         let rows = pass.rows.recurrent.expect("a model with recurrent layers has the rows of each sequence");
         Recurrent { config: &config, weights, rows }.run(cx, pass.kv.states_mut(index), w);
         ops::gated_norm(cx, w.out, w.z, &weights.norm, self.config().rms_eps);
-        let branch = Branch { input: w.out, projection: &weights.out, norm: None };
+        let branch = Branch { input: w.out, projection: &weights.out, norm: None, lora: None };
         self.add_projection(cx, branch, pass.w.x, pass.w.normed)
     }
 }

@@ -1,11 +1,13 @@
 //! The forward pass on the CPU: packed weights (`weights`), a rank's part of them (`shard`), and the layers as a list
 //! of op calls (`decoder`, its recurrent ones in `delta_net` and `short_conv`, with `journal` and `replay`, and `encoder`) in memory that is
-//! allocated once (`workspace`).
+//! allocated once (`workspace`). LoRA adapters (`lora`) add to its projections (`adapted`).
 
+mod adapted;
 pub mod decoder;
 mod delta_net;
 pub mod encoder;
 pub mod journal;
+pub mod lora;
 pub mod replay;
 pub mod shard;
 mod short_conv;

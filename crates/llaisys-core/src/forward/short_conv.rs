@@ -30,7 +30,7 @@ impl Decoder {
         let out = &mut *w.input_gate;
         ops::causal_conv(cx, w.input, convolution, out);
         ops::multiply(cx, out, w.output_gate);
-        let branch = Branch { input: out, projection: &weights.out, norm: None };
+        let branch = Branch { input: out, projection: &weights.out, norm: None, lora: None };
         self.add_projection(cx, branch, pass.w.x, pass.w.normed)
     }
 

@@ -1,8 +1,10 @@
 //! The activations of the forward pass.
 
+use super::lora::MODULES_MAX;
 use crate::arch::config::ModelConfig;
 use crate::error::{DeviceError, Result};
-use crate::ops::Routes;
+use crate::ops::lora::RANK_BLOCK;
+use crate::ops::{Routes, gate_up_rows};
 use crate::tensor::AlignedBuf;
 
 /// Activations of the rows of one forward pass, allocated once. Their memory is touched as row counts grow.
@@ -32,6 +34,8 @@ pub struct Workspace {
     shared_inner: AlignedBuf,
     delta: [AlignedBuf; 10],
     short_conv: [AlignedBuf; 3],
+    lora_hidden: AlignedBuf,
+    lora_gate_up: AlignedBuf,
 }
 
 /// Elements in one row of each activation; 0 where the model does not need it.
@@ -57,6 +61,10 @@ struct Widths {
     delta_heads: usize,
     /// Channels of a short convolution.
     short_conv: usize,
+    /// Stacked ranks of LoRA adapters.
+    lora_hidden: usize,
+    /// Outputs of gate and up, where adapters add to them.
+    lora_gate_up: usize,
 }
 
 impl Widths {
@@ -87,6 +95,8 @@ pub(super) struct Activations<'a> {
     pub(super) experts: ExpertRows<'a>,
     pub(super) delta: DeltaRows<'a>,
     pub(super) short_conv: ShortConvRows<'a>,
+    pub(super) lora_hidden: &'a mut [f32],
+    pub(super) lora_gate_up: &'a mut [f32],
 }
 
 /// Additional slices for a gated short convolution.
@@ -149,6 +159,8 @@ impl Workspace {
             delta_values: config.delta_net().map_or(0, |delta_net| delta_net.heads.value_width()),
             delta_heads: config.delta_net().map_or(0, |delta_net| delta_net.heads.n_values),
             short_conv: config.short_conv().map_or(0, |short_conv| short_conv.channels),
+            lora_hidden: 0,
+            lora_gate_up: 0,
         };
         let recurrent: usize = widths.delta().iter().sum::<usize>() + 3 * widths.short_conv;
         debug_assert_eq!(recurrent + widths.attn_gate, config.recurrent_width(), "as sizing counts them");
@@ -181,7 +193,19 @@ impl Workspace {
             routes: Routes::default(),
             rows: Vec::new(),
             weights: Vec::new(),
+            lora_hidden: rows(0)?,
+            lora_gate_up: rows(0)?,
         })
+    }
+
+    /// Allocates what passes with LoRA adapters of ranks up to `max_rank` need in addition. Errors: no memory.
+    pub fn with_lora(mut self, config: &ModelConfig, n_rows: usize, max_rank: usize) -> Result<Self> {
+        self.widths.lora_hidden = (MODULES_MAX * max_rank).next_multiple_of(RANK_BLOCK);
+        self.widths.lora_gate_up = gate_up_rows(config.d_dense());
+        let rows = |width: usize| AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>());
+        self.lora_hidden = rows(self.widths.lora_hidden)?;
+        self.lora_gate_up = rows(self.widths.lora_gate_up)?;
+        Ok(self)
     }
 
     /// Returns the width of the widest input of a matrix product, for
@@ -216,6 +240,8 @@ impl Workspace {
             short_conv: ShortConvRows { input_gate, output_gate, input },
             attn_gate: first(&mut self.attn_gate, n * w.attn_gate),
             delta,
+            lora_hidden: first(&mut self.lora_hidden, n * w.lora_hidden),
+            lora_gate_up: first(&mut self.lora_gate_up, n * w.lora_gate_up),
             x: first(&mut self.x, n * w.model),
             normed: first(&mut self.normed, n * w.model),
             q: first(&mut self.q, n * w.q),

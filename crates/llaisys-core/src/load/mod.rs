@@ -24,6 +24,7 @@ pub mod file;
 pub mod folder;
 pub mod gguf;
 pub mod json;
+pub mod lora;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub mod model_info;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]

@@ -48,6 +48,14 @@ pub fn open(folder: &ModelFolder) -> Result<TensorFiles> {
     }
 }
 
+/// Opens the tensors of the one file `name` of a folder. Errors: as [`open`].
+pub(super) fn open_file(folder: &ModelFolder, name: &'static str) -> Result<TensorFiles> {
+    let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name };
+    let file = ModelFile::open(&folder.file(name)?.ok_or_else(missing)?)?;
+    let tensors = tensors_of(&file, name, 0)?;
+    Ok(TensorFiles::new(vec![file], tensors))
+}
+
 #[derive(Deserialize)]
 struct Index {
     weight_map: UniqueMap<String>,

@@ -281,6 +281,8 @@ pub(crate) fn settings() -> ContextConfig {
         n_ranks: 1,
         pins: true,
         prune_argmax: true,
+        max_loras: 0,
+        max_lora_rank: 16,
     }
 }
 

@@ -170,6 +170,7 @@ fn unsupported_settings_are_refused_by_name() {
         (ContextConfig { mode: ComputeMode::Int8, ..base }, "quantization \"int8 on a GPU\""),
         (ContextConfig { kv_dtype: Some(KvDType::Float32), ..base }, "kv_cache_dtype \"float32 on a GPU\""),
         (ContextConfig { n_ranks: 2, ..base }, "tensor_parallel_size \"2 on one GPU\""),
+        (ContextConfig { max_loras: 1, ..base }, "enable_lora \"true on a GPU\""),
     ];
     for (config, text) in wrong {
         let error = refused(config);

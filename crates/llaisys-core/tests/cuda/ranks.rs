@@ -72,6 +72,7 @@ fn pass(
         attention,
         windowed: None,
         recurrent: None,
+        lora: None,
     };
     let outputs: Vec<usize> = (0..range.len()).collect();
     let at = decoder.forward(device, &rows, &outputs)?;

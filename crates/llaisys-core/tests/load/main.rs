@@ -7,6 +7,7 @@ mod model_files;
 #[path = "../stored/mod.rs"]
 mod stored;
 
+mod adapters;
 mod architectures;
 mod attacks;
 mod attacks_on_families;

@@ -12,6 +12,7 @@ mod stored;
 mod attention;
 mod kv_cells;
 mod linear;
+mod lora;
 mod packed;
 mod pruned_argmax;
 mod pruned_head;

@@ -103,6 +103,9 @@ fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported }.into())
     };
+    if config.max_loras > 0 {
+        return refuse("enable_lora", "true".to_owned(), "the same model on the CPU");
+    }
     let own = if element == Element::F16 { "auto (float16)" } else { "auto, bfloat16" };
     match (config.mode, element) {
         (ComputeMode::Auto, _) | (ComputeMode::Bfloat16, Element::Bf16) => (),
@@ -114,6 +117,9 @@ fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
     match (config.kv_dtype, element) {
         (None, _) | (Some(KvDType::Bfloat16), Element::Bf16) | (Some(KvDType::Float16), Element::F16) => (),
         (Some(kv_dtype), _) => {
+            if config.max_loras > 0 {
+                return refuse("enable_lora", "true".to_owned(), "the same model on the CPU");
+            }
             let own = if element == Element::F16 { "auto, float16" } else { own };
             return refuse("kv_cache_dtype", format!("{kv_dtype:?}").to_lowercase(), own);
         }

@@ -108,7 +108,7 @@ impl DeviceDecoder {
 
     /// Panics unless kernels can index memory with the values of `rows`.
     fn check_rows(&self, rows: &ForwardRows<'_>) {
-        let ForwardRows { tokens, positions, cells, attention, windowed, recurrent: _ } = *rows;
+        let ForwardRows { tokens, positions, cells, attention, windowed, recurrent: _, lora: _ } = *rows;
         let (n, most) = (tokens.len(), &self.limits);
         let n_listed = attention.cells.len().max(windowed.map_or(0, |rows| rows.cells.len()));
         assert!(n <= most.n_rows && n_listed <= most.n_listed, "{n} rows, {n_listed} listed cells");

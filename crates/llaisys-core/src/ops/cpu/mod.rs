@@ -18,6 +18,7 @@ mod kv_element;
 pub(super) mod kv_store;
 pub(super) mod layer_norm;
 pub(super) mod linear;
+pub(super) mod lora;
 pub(super) mod multiply;
 pub(super) mod rms_norm;
 pub(super) mod rope;

@@ -15,6 +15,7 @@ pub mod gelu;
 pub mod kv_store;
 pub mod layer_norm;
 pub mod linear;
+pub mod lora;
 pub mod multiply;
 pub mod rms_norm;
 pub mod rope;

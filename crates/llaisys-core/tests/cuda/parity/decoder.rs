@@ -82,6 +82,7 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
             attention,
             windowed: None,
             recurrent: None,
+            lora: None,
         };
         let outputs: Vec<usize> = (0..tokens.len()).collect();
         case("decoder", element, format!("{:?}, {} rows", decoder.config().arch.architecture, tokens.len()));

@@ -44,7 +44,8 @@ impl Step {
     fn forward(&self, decoder: &DeviceDecoder, device: &dyn Device) -> DevicePtr {
         let attention = AttentionRows { cells: &self.listed, rows: &self.rows, window: None };
         let (tokens, positions, cells) = (&self.tokens, &self.positions, &self.cells);
-        let rows = ForwardRows { tokens, positions, cells, attention, windowed: None, recurrent: None };
+        let rows =
+            ForwardRows { tokens, positions, cells, attention, windowed: None, recurrent: None, lora: None };
         let outputs: Vec<usize> = (0..tokens.len()).collect();
         decoder.forward(device, &rows, &outputs).expect("the pass runs")
     }

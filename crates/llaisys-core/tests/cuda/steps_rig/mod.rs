@@ -269,6 +269,7 @@ fn forward(Target { device, decoder }: Target<'_>, batch: &Batch, planned: Plann
         attention: of(&full),
         windowed: decoder.config().window.map(|_| of(&windowed)),
         recurrent: None,
+        lora: None,
     };
     decoder.forward(device, &rows, outputs).expect("no call of the device fails");
 }
