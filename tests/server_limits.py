@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from llaisys.config import load_config
-from llaisys.errors import LlaisysError, RejectedError
+from llaisys.engine.lora import LoraManager
+from llaisys.errors import ExhaustedError, LlaisysError, RejectedError
+from llaisys.lora_request import LoRARequest
 from llaisys.server.http_errors import TABLE, to_api_error
 from llaisys.server.response_body import ResponseBytes
 from llaisys.server.responses.store import ResponseStore, StoredResponse
@@ -72,3 +74,26 @@ def max_response_bytes() -> None:
 
 def max_response_bytes_in_flight() -> None:
     assert response_statuses(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]
+
+
+class _Slots:
+    """A core that loads any adapter."""
+
+    def load_lora(self, path: str) -> tuple[int, str]:
+        return int(path), path
+
+    def unload_lora(self, slot: int) -> None:
+        """Do nothing."""
+
+
+def max_loras() -> None:
+    """Two adapters are loaded, and one more is refused while both are in use."""
+    config = load_config({"enable_lora": True, "max_loras": 2})
+    manager = LoraManager(_Slots(), config.max_loras)
+    for number in (1, 2):
+        manager.load(LoRARequest(f"{number}", number, f"{number}")).n_open = 1
+    with pytest.raises(ExhaustedError) as caught:
+        manager.load(LoRARequest("3", 3, "3"))
+    assert TABLE[type(caught.value)].status == 429
+    with pytest.raises(RejectedError, match="max_loras"):
+        load_config({"max_loras": 0})

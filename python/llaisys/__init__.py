@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llaisys.errors import StorageFullError as StorageFullError
     from llaisys.errors import UnsupportedError as UnsupportedError
     from llaisys.llm import LLM as LLM
+    from llaisys.lora_request import LoRARequest as LoRARequest
     from llaisys.model_tokenizer import ModelTokenizer as ModelTokenizer
     from llaisys.outputs import CompletionOutput as CompletionOutput
     from llaisys.outputs import CompletionUsage as CompletionUsage
@@ -53,6 +54,7 @@ _MODULES = {
     "AsyncLLM": "llaisys.async_llm",
     "Config": "llaisys.config",
     "cuda_info": "llaisys.engine.worker",
+    "LoRARequest": "llaisys.lora_request",
     "ModelTokenizer": "llaisys.model_tokenizer",
     "CompletionOutput": "llaisys.outputs",
     "CompletionUsage": "llaisys.outputs",

@@ -29,6 +29,8 @@ from llaisys.engine.worker import available_isas, core_digest
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError, SlowReaderError
 from llaisys.grammar_trials import GrammarTrials
 from llaisys.lazy_engine import LazyEngine
+from llaisys.lora_client import LoraClient
+from llaisys.lora_request import LoRARequest
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.model_tokenizer import ModelTokenizer
@@ -53,8 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncLLM(AsyncText):
-    """Serves one model to many concurrent requests. Create it with `start`, and call it on that event loop
-    only.
+    """Serves one model to many concurrent requests. Create it with `start`; call it on that event loop.
 
     It owns the open streams (a RequestOutputCollector each), their detokenization state (OutputProcessor) and
     the request stats. Without `preload`, the first request loads the engine; after `idle_unload_s` without an
@@ -83,6 +84,7 @@ class AsyncLLM(AsyncText):
         self._output_handler = OutputHandler(asyncio.get_running_loop(), self._process_output)
         self._exits, self._n_clients = False, 1
         self._engine = LazyEngine(self._start_engine, self.model_names[0], config.idle_unload_s)
+        self.loras = LoraClient(self._engine, config)
         self._request_stats = RequestStats(self.max_model_len)
         self._admitting = True
         self._closed = False
@@ -180,7 +182,7 @@ class AsyncLLM(AsyncText):
         sampling_params: SamplingParams,
         request_id: RequestId,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         trace_headers: None = None,
         priority: int = 0,
@@ -206,7 +208,8 @@ class AsyncLLM(AsyncText):
         - `pooling`: compute the prompt's embedding or score instead of a completion. The only output has it
           and the finish reason `stop`; of `sampling_params` only `truncate_prompt_tokens` applies.
           `normalize`, `second_segment`: see `EngineRequest`.
-        - `lora_request`, `tokenization_kwargs`, `trace_headers`: of vLLM; only None is accepted.
+        - `lora_request`: the LoRA adapter that computes it; needs `enable_lora`.
+        - `tokenization_kwargs`, `trace_headers`: of vLLM; only None is accepted.
         - With `n` > 1 an output has all choices so far; a delta has those that changed, by their `index`.
         - A choice has a `finish_reason` (`stop`, `length` or `abort`) once it has ended, a delta in the last
           one of the choice. Only the last output of the request is `finished`.
@@ -218,11 +221,8 @@ class AsyncLLM(AsyncText):
         params = sampling_params
         collector = self._open_stream(request_id, params)
         try:
-            refuse(
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                trace_headers=trace_headers,
-            )
+            refuse(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
+            lora = self.loras.resolve(lora_request)
             self._model.check_task(pooling)
             if params.structured_outputs is not None:
                 await self.compile_grammar(params.structured_outputs, client_id)
@@ -257,6 +257,7 @@ class AsyncLLM(AsyncText):
                     cache_salt=cache_salt,
                     bad_word_ids=words,
                     prediction_token_ids=prediction,
+                    lora=lora,
                     pooling=pooling,
                     normalize=normalize,
                     second_segment=second_segment,
@@ -370,6 +371,7 @@ class AsyncLLM(AsyncText):
         Raises RejectedError or UnsupportedError (the model or a setting), EngineDeadError once closed.
         """
         await self._engine.load()
+        await self.loras.load_configured()
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop accepting requests and stop the engine. Idempotent.

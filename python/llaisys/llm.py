@@ -6,12 +6,14 @@ It runs the same engine as the server.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, overload
 
 from llaisys.config import load_config
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.llm_pooling import PoolingMethods
+from llaisys.lora_request import LoRARequest
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo
 from llaisys.model_tokenizer import ModelTokenizer
@@ -25,6 +27,7 @@ from llaisys.vllm_arguments import refuse
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 ParamsOrList: TypeAlias = "SamplingParams | Sequence[SamplingParams]"
 PriorityOrList: TypeAlias = "int | Sequence[int]"
+LorasOrOne: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
 PRIORITY_MAX = 2**31 - 1
 
 
@@ -89,7 +92,7 @@ class LLM(PoolingMethods):
         sampling_params: ParamsOrList | None = None,
         *,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         priority: PriorityOrList | None = None,
         tokenization_kwargs: None = None,
         stream: Literal[False] = False,
@@ -103,7 +106,7 @@ class LLM(PoolingMethods):
         sampling_params: ParamsOrList | None = None,
         *,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         priority: PriorityOrList | None = None,
         tokenization_kwargs: None = None,
         stream: Literal[True],
@@ -116,7 +119,7 @@ class LLM(PoolingMethods):
         sampling_params: ParamsOrList | None = None,
         *,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         priority: PriorityOrList | None = None,
         tokenization_kwargs: None = None,
         stream: bool = False,
@@ -135,15 +138,18 @@ class LLM(PoolingMethods):
         - `stream`: each item is a delta of one choice, whose one output has the new `text`, `token_ids` and
           `logprobs`. Deltas of several prompts are interleaved; request ids ascend in the order of the
           prompts. Nothing is submitted before the first item. Closing the iterator cancels open requests.
-        - `lora_request`, `tokenization_kwargs`: of vLLM; only None is accepted.
+        - `lora_request`: the adapter of all prompts, or one or None per prompt; needs `enable_lora`. An
+          adapter is loaded at its first use; one that is not in use is unloaded when max_loras are loaded.
+        - `tokenization_kwargs`: of vLLM; only None is accepted.
 
         All prompts are validated before any of them runs. RejectedError names the field, ContextLengthError
         both lengths. A request that fails or times out does not stop the others. Its `finish_reason` is
         `error` or `timeout`, and the log has the cause. Raises EngineDeadError if the engine dies.
         """
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         encoded = [self._engine.encode(prompt) for prompt in as_prompt_list(prompts)]
-        prepared = self._prepare(encoded, sampling_params, session_id, priority)
+        per_prompt = _PerPrompt(session_id, priority, lora_request)
+        prepared = self._prepare(encoded, sampling_params, per_prompt)
         return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     @overload
@@ -152,7 +158,7 @@ class LLM(PoolingMethods):
         messages: Messages | Sequence[Messages],
         sampling_params: ParamsOrList | None = None,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -173,7 +179,7 @@ class LLM(PoolingMethods):
         messages: Messages | Sequence[Messages],
         sampling_params: ParamsOrList | None = None,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -193,7 +199,7 @@ class LLM(PoolingMethods):
         messages: Messages | Sequence[Messages],
         sampling_params: ParamsOrList | None = None,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -219,7 +225,6 @@ class LLM(PoolingMethods):
         Otherwise like `generate`. Raises UnsupportedError if the model has no template.
         """
         refuse(
-            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
@@ -240,7 +245,8 @@ class LLM(PoolingMethods):
         }
         template = self._model.chat_template(chat_template) if conversations else None
         rendered = [self._model.chat_prompt(each, options, template) for each in conversations]
-        prepared = self._prepare([*rendered], sampling_params, session_id, priority)
+        per_prompt = _PerPrompt(session_id, priority, lora_request)
+        prepared = self._prepare([*rendered], sampling_params, per_prompt)
         return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> ModelTokenizer:
@@ -275,15 +281,15 @@ class LLM(PoolingMethods):
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: ParamsOrList | None,
-        session_id: str | Sequence[str],
-        priority: PriorityOrList | None,
+        given: _PerPrompt,
     ) -> list[PreparedPrompt]:
         n = len(prompts)
         return self._engine.prepare(
             prompts,
             self._params(sampling_params, n),
-            sessions=_sessions(session_id, n),
-            priorities=_priorities(priority, n),
+            sessions=_sessions(given.session_id, n),
+            priorities=_priorities(given.priority, n),
+            loras=_loras(given.lora_request, n),
         )
 
     def _run(
@@ -303,6 +309,26 @@ class LLM(PoolingMethods):
                 param="sampling_params",
             )
         return given
+
+
+@dataclass(frozen=True, slots=True)
+class _PerPrompt:
+    """Arguments with one value for all prompts, or one per prompt."""
+
+    session_id: str | Sequence[str]
+    priority: PriorityOrList | None
+    lora_request: LorasOrOne
+
+
+def _loras(given: LorasOrOne, n_prompts: int) -> Sequence[LoRARequest | None]:
+    """Return one adapter or None per prompt. Raises RejectedError."""
+    loras = [given] * n_prompts if given is None or isinstance(given, LoRARequest) else given
+    if len(loras) != n_prompts:
+        raise RejectedError(
+            f"{n_prompts} prompts and {len(loras)} lora_request: pass one for all, or one per prompt",
+            param="lora_request",
+        )
+    return loras
 
 
 def _priorities(given: PriorityOrList | None, n_prompts: int) -> Sequence[int]:

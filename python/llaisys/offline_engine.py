@@ -21,8 +21,9 @@ from llaisys.engine.client import EngineClient
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.start import start_engine
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, UnsupportedError
 from llaisys.grammar_trials import GrammarTrials
+from llaisys.lora_request import LoraNumbers, LoRARequest
 from llaisys.model_assets import ModelAssets
 from llaisys.model_info import Pooling
 from llaisys.output_processor import OutputProcessor, append_delta, empty_output
@@ -51,6 +52,7 @@ class PreparedPrompt:
     pooling: Pooling | None = None
     normalize: bool = True
     second_segment: int | None = None
+    lora: LoRARequest | None = None
 
 
 class OfflineEngine:
@@ -70,6 +72,7 @@ class OfflineEngine:
         self.model = model
         self._router = OutputRouter(n_open)
         self._ordinals = itertools.count()
+        self._loras, self._lora_lock = LoraNumbers(), threading.Lock()
         # The engine refers to the router and not to this object, so that garbage collection can free the
         # engine.
         compiler = model.grammar_compiler()
@@ -112,12 +115,14 @@ class OfflineEngine:
         pooling: Pooling | None = None,
         normalize: Sequence[bool] | None = None,
         second_segments: Sequence[int | None] | None = None,
+        loras: Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedPrompt]:
         """Validate prompts and complete them with what the engine needs. Raises the errors of `generate`."""
         self.model.check_task(pooling)
         tokenizer = self.model.tokenizer
         normalize = normalize or [True] * len(prompts)
         second_segments = second_segments or [None] * len(prompts)
+        loras = self._load_loras(loras or [None] * len(prompts))
         sessions, priorities = sessions or [""] * len(prompts), priorities or [0] * len(prompts)
         prepared = [
             PreparedPrompt(
@@ -132,9 +137,10 @@ class OfflineEngine:
                 pooling,
                 normalized,
                 second_segment,
+                lora,
             )
-            for (text, ids), each, session, priority, normalized, second_segment in zip(
-                prompts, params, sessions, priorities, normalize, second_segments, strict=True
+            for (text, ids), each, session, priority, normalized, second_segment, lora in zip(
+                prompts, params, sessions, priorities, normalize, second_segments, loras, strict=True
             )
         ]
         for prompt in prepared:
@@ -142,6 +148,28 @@ class OfflineEngine:
             if prompt.params.structured_outputs is not None:
                 self._grammar_trials.check_now(prompt.params.structured_outputs)
         return prepared
+
+    def _load_loras(self, requests: Sequence[LoRARequest | None]) -> list[LoRARequest | None]:
+        """Load the adapters of some prompts; return their requests with the engine's numbers."""
+        wanted = dict.fromkeys(each for each in requests if each is not None)
+        limits = self.client.limits
+        if wanted and not limits.max_loras:
+            raise UnsupportedError("LoRA is off; set enable_lora=True", param="lora_request")
+        if len(wanted) > limits.max_loras:
+            raise RejectedError(
+                f"lora_request names {len(wanted)} adapters, max_loras is {limits.max_loras}; raise it, or "
+                "make several calls",
+                param="lora_request",
+            )
+        numbered: dict[LoRARequest | None, LoRARequest | None] = {None: None}
+        for request in wanted:
+            request.check()
+            with self._lora_lock:
+                known = self._loras.find(request) or self._loras.new(request)
+                self.client.load_lora(known).result()
+                self._loras.keep(request, known)
+            numbered[request] = known
+        return [numbered[each] for each in requests]
 
     def _truncated(self, text: str | None, ids: list[int], params: SamplingParams) -> list[int]:
         """Return the prompt after `truncate_prompt_tokens`. A text of an encoder keeps its special tokens."""
@@ -258,6 +286,7 @@ class GenerateCall:
                     normalize=prompt.normalize,
                     second_segment=prompt.second_segment,
                     score_token_ids=self._model.score_token_ids(prompt.pooling),
+                    lora=prompt.lora,
                 )
             )
         except LlaisysError:

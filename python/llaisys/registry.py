@@ -9,7 +9,7 @@ from typing import Any
 from llaisys.async_llm import AsyncLLM
 from llaisys.body import InvalidField, read_body
 from llaisys.config import Config
-from llaisys.errors import QueueFullError
+from llaisys.errors import QueueFullError, RejectedError
 from llaisys.text.tokenizer_pool import TokenizerPool
 
 
@@ -37,6 +37,7 @@ class ModelRegistry:
                     await AsyncLLM.start(each, exits=True, tokenizer_pool=tokenizer_pool, n_clients=n_clients)
                 )
             await tokenizer_pool.ready()
+            cls(services).check_names()
         except BaseException:
             await cls(services, tokenizer_pool).close()
             raise
@@ -44,17 +45,28 @@ class ModelRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every served name."""
-        return tuple(self._by_name)
+        """Every served name, then those of LoRA adapters."""
+        loras = [name for service in self.services for name in service.loras.names]
+        return (*self._by_name, *loras)
 
     def find(self, name: str | None) -> AsyncLLM | None:
-        """Return the service with a name, or None if the name is unknown.
+        """Return the service with a name, its own or that of an adapter, or None if the name is unknown.
 
         None, "" and `default` select the first service.
         """
-        if not name or (name == "default" and name not in self._by_name):
+        if not name or (name == "default" and name not in self.names):
             return self.services[0]
-        return self._by_name.get(name)
+        return self._by_name.get(name) or next((s for s in self.services if s.loras.find(name)), None)
+
+    def check_names(self) -> None:
+        """Raise RejectedError if two models or adapters have the same name."""
+        names = self.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise RejectedError(
+                f"lora_modules: {twice!r} is the name of another model or adapter; choose another one",
+                param="lora_modules",
+            )
 
     async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, InvalidField | None]:
         """Read a large body off the event loop; see `llaisys.body.read_body`."""

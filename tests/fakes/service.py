@@ -14,6 +14,8 @@ from typing import Any
 from fakes import core, text
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
+from llaisys.lazy_engine import LazyEngine
+from llaisys.lora_client import LoraClient
 from llaisys.model_info import ModelInfo, Pooling
 from llaisys.output_formats import OutputFormats
 from llaisys.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -97,6 +99,13 @@ class Call:
 PieceOrError = Piece | Exception
 
 
+def _no_loras() -> LoraClient:
+    def no_engine() -> Any:
+        raise AssertionError("there are no adapters")
+
+    return LoraClient(LazyEngine(no_engine, "fake", None), Config())
+
+
 @dataclass
 class FakeService:
     """Every `generate` yields `script`; token ids count up from 100."""
@@ -128,6 +137,7 @@ class FakeService:
     pairs: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     n_open: int = 0
     n_open_most: int = 0
+    loras: LoraClient = field(default_factory=_no_loras)
 
     @property
     def model_info(self) -> ModelInfo:

@@ -40,6 +40,7 @@ from llaisys.server.middleware.rate_limits import RateLimitMiddleware
 from middleware import reading, statuses_through
 from server_limits import (
     max_chat_bytes_per_key,
+    max_loras,
     max_response_bytes,
     max_response_bytes_in_flight,
     max_stored_response_bytes_per_key,
@@ -423,6 +424,7 @@ BEHAVIORS: dict[str, Callable[[], None]] = {
         max_output_tokens,
         max_logprobs,
         request_timeout_s,
+        max_loras,
         timeout_scan_s,
         num_kv_cells,
         kv_cache_memory_bytes,

@@ -20,6 +20,7 @@ from llaisys.config import (
     Config,
     EngineConfig,
     KvEventsConfig,
+    LoraModule,
     Source,
     SpeculativeConfig,
     explain_config,
@@ -121,6 +122,8 @@ def _parser_options(field: FieldInfo) -> dict[str, Any]:
     kind = _without_none(field.annotation)
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple and get_args(kind)[0] is LoraModule:
+        return {"action": "extend", "nargs": "+", "metavar": "NAME=PATH"}  # as in vLLM
     if get_origin(kind) is tuple:
         return {"action": "append", "metavar": "TEXT"}
     if kind is bool:

@@ -15,6 +15,7 @@ from llaisys.config.environment import (
 )
 from llaisys.config.kv_events_config import KvEventsConfig
 from llaisys.config.loading import FILE_BYTES_MAX, Config, Source, explain_config, load_config
+from llaisys.config.lora_module import LoraModule
 from llaisys.config.server_config import SECRETS, ServedModelConfig, ServerConfig
 from llaisys.config.speculative_config import SpeculativeConfig
 
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "EngineConfig",
     "KvEventsConfig",
+    "LoraModule",
     "ServedModelConfig",
     "ServerConfig",
     "Source",

@@ -248,6 +248,23 @@ class EngineConfig(BaseModel):
         "the endpoint sees the token ids of all cached prompts",
     )
 
+    # LoRA
+    enable_lora: bool = Field(
+        False,
+        description="compute requests with LoRA adapters (on the CPU, one rank); takes memory for "
+        "max_loras adapters of max_lora_rank",
+    )
+    max_loras: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="LoRA adapters that may be loaded at the same time; one step may use all of them; lower "
+        "it to save memory",
+    )
+    max_lora_rank: int = Field(
+        16, ge=1, le=512, description="highest rank of a LoRA adapter; one with a higher rank is refused"
+    )
+
     # process
     engine_process: bool = Field(
         False,

@@ -56,6 +56,16 @@ class Config(ServerConfig, ServedModelConfig, EngineConfig, BaseSettings):
                 made[name] = Config(**{"model": name, **values})
             except ValidationError as e:
                 raise RejectedError(f"{where}.{_first_of(e)}", param="models") from e
+        for module in self.lora_modules:
+            if module.base_model_name not in made:
+                raise RejectedError(
+                    f"lora_modules: base_model_name of {module.name} is {module.base_model_name!r}, expected "
+                    f"one of the models: {', '.join(made)}",
+                    param="lora_modules",
+                )
+        for name, config in made.items():
+            own_modules = [m for m in config.lora_modules if m.base_model_name in (None, name)]
+            made[name] = config.model_copy(update={"lora_modules": tuple(own_modules)})
         for name in ("session_store", "prefix_cache_dir"):
             folders = [getattr(config, name) for config in made.values()]
             resolved = [folder.resolve() for folder in folders if folder is not None]
@@ -102,7 +112,9 @@ def explain_config(
     except ValidationError as e:
         text = _first_of(e)
         raise RejectedError(text, param=text.partition(":")[0]) from e
-    config.each_model()
+    for each in config.each_model():
+        if each.lora_modules and not each.enable_lora:
+            raise RejectedError("lora_modules needs enable_lora; set --enable-lora", param="lora_modules")
     for key in Config.model_fields:
         unnamed: Source = "environment" if key in config.model_fields_set else "default"
         sources.setdefault(key, "flag" if key in values else unnamed)

@@ -10,6 +10,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode
 
+from llaisys.config.lora_module import LoraModule, read_module
+
 # Settings whose values are never shown. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are not settings; libraries
 # read them.
 SECRETS = frozenset({"api_key"})
@@ -29,6 +31,12 @@ class ServedModelConfig(BaseModel):
         description="seconds without a request after which the model is unloaded (default: never); set it to "
         "free memory between uses",
     )
+    lora_modules: Annotated[tuple[LoraModule, ...], NoDecode] = Field(
+        (),
+        description='LoRA adapters to load at startup, each name=path or JSON as in vLLM, {"name": ..., '
+        '"path": ..., "base_model_name": ...}; requests select one by its name as their model; needs '
+        "enable_lora",
+    )
     enable_auto_tool_choice: bool = Field(
         False,
         description="accepted for compatibility, without effect: a model may always decide to call a tool",
@@ -47,6 +55,15 @@ class ServedModelConfig(BaseModel):
         "of the prompt); deepseek_r1 starts with reasoning, qwen3 may open it with <think>, "
         "openai_gptoss has channels",
     )
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _lora_modules(cls, value: Any) -> Any:
+        """Read a list of modules (YAML, flags), or one text with commas between them (environment)."""
+        if isinstance(value, str):
+            value = yaml.safe_load(value) if value.lstrip()[:1] in ("[", "{") else value.split(",")
+            value = [value] if isinstance(value, dict) else value
+        return tuple(read_module(each) for each in value)
 
 
 class ServerConfig(BaseModel):
@@ -118,6 +135,11 @@ class ServerConfig(BaseModel):
         False,
         description="let clients with an API key download and delete cached models (Ollama's /api/pull and "
         "/api/delete); without keys it has no effect",
+    )
+    allow_runtime_lora_updating: bool = Field(
+        False,
+        description="let every client load and unload LoRA adapters (/v1/load_lora_adapter), from any "
+        "folder that the server can read; vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     )
     max_concurrent_requests_per_key: int | None = Field(
         None, ge=1, description="open requests of one key; further ones get 429 (default: no bound)"

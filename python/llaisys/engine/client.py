@@ -24,12 +24,15 @@ from llaisys.engine.loop import EngineListener, EngineLoop
 from llaisys.engine.messages import (
     Call,
     Cancel,
+    LoadLora,
+    LoraReply,
     PrefixCacheReset,
     Reply,
     ResetPrefixCache,
     Submit,
     TimelineReply,
     TimelineRequest,
+    UnloadLora,
 )
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
@@ -41,6 +44,7 @@ from llaisys.errors import (
     QueueFullError,
     RejectedError,
 )
+from llaisys.lora_request import LoRARequest
 from llaisys.model_info import Pooling
 from llaisys.outputs import RequestId
 from llaisys.sampling_params import CHOICES_MAX, SamplingParams
@@ -188,6 +192,20 @@ class EngineClient(ABC):
         """
         return self._call("", ResetPrefixCache)
 
+    def load_lora(self, lora: LoRARequest) -> Future[None]:
+        """Load a LoRA adapter, whose `lora_int_id` no other adapter has. The future gets the error, if any.
+
+        Raises the errors of `call_session`.
+        """
+        return self._call("", lambda call_id: LoadLora(call_id, lora))
+
+    def unload_lora(self, lora_int_id: int) -> Future[None]:
+        """Unload a LoRA adapter as soon as no open request uses it. The future does not wait for that.
+
+        Raises the errors of `call_session`.
+        """
+        return self._call("", lambda call_id: UnloadLora(call_id, lora_int_id))
+
     def _call(self, client_id: str, message: Callable[[int], Call]) -> Future[Any]:
         connection = self._connection
         if connection is None or not self._is_owner():
@@ -305,6 +323,10 @@ class EngineClient(ABC):
                 future.set_result(timelines)
             case PrefixCacheReset(is_reset=is_reset):
                 future.set_result(is_reset)
+            case LoraReply(error=None):
+                future.set_result(None)
+            case LoraReply(error=error):
+                future.set_exception(error)
 
     def _receive_step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from llaisys.engine.encoder_worker import Encoded, EncoderWorker
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.limits import Limits, token_limit
+from llaisys.engine.messages import LoadLora, LoraReply, UnloadLora
 from llaisys.engine.pooling import new_pool, sigmoid
 from llaisys.engine.queue_limits import check_queue
 from llaisys.engine.request import (
@@ -54,7 +55,7 @@ class EncoderEngine:
         self.worker = worker
         self.limits = limits
         self.requests = OpenRequests()
-        self.session_requests = RefusedSessions()
+        self.session_requests, self.loras = RefusedSessions(), RefusedLoras()
         self._pending: list[EngineOutput] = []
         self._round_robin = RoundRobinState()
         self._last_deadline_scan_s = float("-inf")
@@ -258,3 +259,12 @@ class RefusedSessions:
         """Return the replies since the last call."""
         replies, self._replies = self._replies, []
         return replies
+
+
+class RefusedLoras:
+    """Refuses LoRA adapters; the method is that of `LoraManager`."""
+
+    def handle(self, message: LoadLora | UnloadLora) -> LoraReply:
+        """Refuse a call."""
+        error = UnsupportedError("an encoder has no LoRA adapters", param="lora_name")
+        return LoraReply(message.call_id, error)

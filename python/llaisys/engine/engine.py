@@ -15,6 +15,7 @@ from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.kv_blocks import KvEvents
 from llaisys.engine.kv_cache_manager import KvCacheManager
 from llaisys.engine.limits import Limits, check_first_token, token_limit
+from llaisys.engine.lora import LoadedLora, LoraManager, with_salt
 from llaisys.engine.pooling import new_pool, result_of
 from llaisys.engine.prefix_cache import Pin
 from llaisys.engine.queue_limits import check_queue
@@ -61,7 +62,7 @@ class LLMEngine:
     request gets exactly one output with a finish reason; the last of these outputs is marked `last`.
 
     `requests`: the open requests by state. Other modules only read these, `limits`, `worker`,
-    `kv_events` and `disk_cache`.
+    `kv_events` and `disk_cache`. `loras` handles messages.
     """
 
     def __init__(
@@ -80,14 +81,15 @@ class LLMEngine:
         self.kv_events = kv_events
         self._kv_cache = KvCacheManager(executor.worker, limits, kv_events)
         self._structured = StructuredOutputManager(grammar_compiler)
+        self.loras = LoraManager(executor.worker, limits.max_loras)
         self._speculator = speculator
         self._proposals: dict[int, list[int]] = {}
         self._scheduler, self.requests = Scheduler(), OpenRequests()
         self._open = self.requests.by_ordinal
         self.sessions = SessionManager(self._kv_cache, limits)
         self.remote_kvs = waits = RemoteKvs(self.requests, self.sessions, self._end_waiting)
-        callbacks = EngineCallbacks(self._n_available_cells, waits.begin_restore, waits.end_restore)
-        self.session_requests = SessionRequestHandler(self.sessions, self._kv_cache, limits, callbacks)
+        hooks = EngineCallbacks(self._n_available_cells, waits.begin_restore, waits.end_restore, self.loras)
+        self.session_requests = SessionRequestHandler(self.sessions, self._kv_cache, limits, hooks)
         self._pending: list[EngineOutput] = []
         self._round_robin = RoundRobinState()
         self._last_deadline_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
@@ -116,6 +118,14 @@ class LLMEngine:
 
         Raises RejectedError, ContextLengthError (it could never run) or QueueFullError, without side effects.
         """
+        lora = self.loras.acquire(source)
+        try:
+            self._submit(with_salt(source, lora), lora)
+        except BaseException:
+            self.loras.release(lora, source.params.n)
+            raise
+
+    def _submit(self, source: EngineRequest, lora: LoadedLora | None) -> None:
         limit = token_limit(source.prompt_token_ids, source.params, self.limits, pooling=source.pooling)
         self._structured.check_supported(source)
         check_first_token(source)
@@ -126,7 +136,7 @@ class LLMEngine:
         leader = Request(
             source, self._num_choices, seed, limit, window_cells=self._kv_cache.window_cells(source)
         )
-        leader.pool = new_pool(source)
+        leader.pool, leader.lora = new_pool(source), lora
         check_queue(leader, self.requests, self.limits, self._n_cells, self.stats_recorder.queued_prefill_s)
         session = self.sessions.get_or_create(source)
         if session is not None and session.is_restoring:
@@ -137,7 +147,7 @@ class LLMEngine:
         self._timelines.record_arrival(leader, ahead)
         choices = [leader]
         for index in range(1, source.params.n):
-            choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
+            choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader, lora=lora))
             self._timelines.record_arrival(choices[-1], [leader])
         self._structured.add(choices)
         self.requests.add(choices)
@@ -227,6 +237,7 @@ class LLMEngine:
         running = self.requests.running
         if self.worker.n_seq_free != self.limits.max_num_seqs - len(running):
             raise BrokenInvariant(f"{self.worker.n_seq_free} sequence ids are free, {len(running)} run")
+        self.loras.check(sum(each.lora is not None for each in self._open.values()))
         self._kv_cache.check(running)
         self.sessions.check_invariants()
         self._executor.check()
@@ -475,6 +486,7 @@ class LLMEngine:
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
         is_last = self.requests.remove(request)
+        self.loras.release(request.lora)
         self._structured.drop_matcher(request)
         if self._speculator is not None:
             self._speculator.finish(request)

@@ -9,7 +9,7 @@ all positions from 0. Events and their format: vLLM's `vllm/distributed/kv_event
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from typing import Protocol, TypeAlias
@@ -18,6 +18,7 @@ import msgspec
 
 from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
 from llaisys.engine.prefix_tree import as_ids
+from llaisys.lora_request import LoRARequest
 
 BLOCK_TOKENS = 16
 _BLOCK_BYTES = BLOCK_TOKENS * as_ids(()).itemsize
@@ -89,6 +90,8 @@ class KvBlocks:
         # By hash: the number of KV streams that have the block.
         self._n_stored: Counter[bytes] = Counter()
         self._events: list[KvEvent] = []
+        # Returns the LoRA adapter in a salt.
+        self.lora_of: Callable[[str], LoRARequest | None] = lambda _: None
 
     def apply(self, edits: Sequence[CacheEdit], salt: str = "", ids: Sequence[int] = ()) -> None:
         """Record edits. `salt` and `ids` are those of the path that an `AddNode` extends."""
@@ -124,15 +127,16 @@ class KvBlocks:
         # Another KV stream may have the first of them; paths lose their last blocks first.
         n_known = first + sum(self._n_stored[each] > 1 for each in added)
         if n_known < len(hashes):
+            lora = self.lora_of(salt)
             self._events.append(
                 BlockStored(
                     block_hashes=hashes[n_known:],
                     parent_block_hash=hashes[n_known - 1] if n_known else None,
                     token_ids=list(ids[n_known * BLOCK_TOKENS : len(hashes) * BLOCK_TOKENS]),
                     block_size=BLOCK_TOKENS,
-                    lora_id=None,
+                    lora_id=None if lora is None else lora.lora_int_id,
                     medium=_MEDIUM,
-                    lora_name=None,
+                    lora_name=None if lora is None else lora.lora_name,
                 )
             )
 

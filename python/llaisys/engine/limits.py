@@ -47,6 +47,7 @@ class Limits:
     - `state_bytes`: the recurrent state of one sequence; 0 without recurrent layers. `n_states_kept`: states
       that the prefix cache may keep. Without one it is off, and choices of a request do not share their
       prompt.
+    - `max_loras`: LoRA adapters that may be loaded at the same time; 0: none.
     - `speculates`: the engine has speculative decoding, so requests may have a `prediction`.
 
     None means no limit in all other fields.
@@ -82,6 +83,7 @@ class Limits:
     speculates: bool = False
     state_bytes: int = 0
     n_states_kept: int = 0
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:

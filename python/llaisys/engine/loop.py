@@ -28,6 +28,7 @@ from llaisys.engine.memory import EngineSizing, WorkerSettings
 from llaisys.engine.messages import (
     Call,
     Cancel,
+    LoadLora,
     PrefixCacheReset,
     Reply,
     ResetPrefixCache,
@@ -35,6 +36,7 @@ from llaisys.engine.messages import (
     Submit,
     TimelineReply,
     TimelineRequest,
+    UnloadLora,
 )
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
@@ -179,6 +181,8 @@ class EngineLoop:
                         self._listener.on_reply(TimelineReply(call_id, timelines))
                     case ResetPrefixCache(call_id):
                         self._listener.on_reply(PrefixCacheReset(call_id, engine.reset_prefix_cache()))
+                    case LoadLora() | UnloadLora():
+                        self._listener.on_reply(engine.loras.handle(message))
                     case Shutdown():
                         return
             sessions.continue_transfer()
@@ -228,7 +232,10 @@ def build_engine(sizing: EngineSizing, seed: int, grammar_compiler: GrammarCompi
         from llaisys.engine.kv_event_publisher import KvEventPublisher
 
         kv_events = KvEventPublisher(sizing.kv_events)
-    return LLMEngine(Executor(worker), limits, seed, grammar_compiler, speculator, kv_events)
+    engine = LLMEngine(Executor(worker), limits, seed, grammar_compiler, speculator, kv_events)
+    if kv_events is not None:
+        kv_events.blocks.lora_of = engine.loras.request_of
+    return engine
 
 
 def _draft_model(settings: WorkerSettings) -> DraftModelProposer:

@@ -7,10 +7,10 @@ model that cannot fit is rejected before it is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from llaisys.config import EngineConfig, KvEventsConfig, SpeculativeConfig
+from llaisys.engine.features import check_disk_tier, check_draft, check_speculation, kv_events_of, lora_bytes
 from llaisys.engine.host import Cpus
 from llaisys.engine.limits import Limits
 from llaisys.errors import RejectedError, UnsupportedError
@@ -33,6 +33,7 @@ class WorkerSettings:
 
     - `n_cells`: KV cells. None stands for as many as fit in the GPU's memory.
     - `n_states_kept`: recurrent states that cache nodes may have.
+    - `max_loras`, `max_lora_rank`: bounds on LoRA adapters.
     - `shows_progress`: show a progress bar on stderr while the weights are loaded.
     - `is_encoder`: the arguments are those of `_core.Encoder`, which has no cells.
     """
@@ -54,6 +55,8 @@ class WorkerSettings:
     n_ranks: int = 1
     n_states_kept: int = 0
     prune_argmax: bool = False
+    max_loras: int = 0
+    max_lora_rank: int = 16
     gpu: GpuSettings | None = None
     shows_progress: bool = False
     is_encoder: bool = False
@@ -124,14 +127,16 @@ def size_engine(
 
     Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
-    _check_speculation(config, gpu, draft)
-    _check_disk_tier(config, info)
+    check_speculation(config, draft, on_gpu=gpu is not None)
+    check_disk_tier(config, info)
+    adapter_bytes = lora_bytes(config, info, on_gpu=gpu is not None)
+    memory_bytes = max(0, memory_bytes - adapter_bytes)
     requested_len = _requested_len(config, info)
     kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
     draft_cell_bytes = 0
     if draft is not None:
-        _check_draft(draft, info)
+        check_draft(draft, info)
         draft_cell_bytes = draft.kv_bytes_per_cell[kv_dtype]
         memory_bytes = max(0, memory_bytes - draft.packed_bytes["auto"])
     n_seqs = _n_seqs(config, info, memory_bytes)
@@ -169,6 +174,7 @@ def size_engine(
         kv_cell_bytes=cell_bytes,
         n_clients=n_clients,
         speculates=config.speculative_config is not None,
+        max_loras=config.max_loras if config.enable_lora else 0,
         state_bytes=info.state_bytes,
         n_states_kept=n_kept,
         # A prefix ends where a state is kept.
@@ -193,6 +199,8 @@ def size_engine(
         n_ranks=config.tensor_parallel_size,
         n_states_kept=n_kept,
         prune_argmax=gpu is None and _prunes_argmax(config),
+        max_loras=limits.max_loras,
+        max_lora_rank=config.max_lora_rank,
         gpu=gpu,
     )
     if gpu is None:
@@ -209,6 +217,8 @@ def size_engine(
     if info.state_bytes:
         kept = f" and {n_kept} cached prefixes" if n_kept else ", without a prefix cache"
         summary += f"; recurrent states of {n_seqs} requests{kept}: {_mib(state_bytes)}"
+    if adapter_bytes:
+        summary += f"; up to {config.max_loras} LoRA adapters: {_mib(adapter_bytes)}"
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
     draft_settings = None
@@ -223,51 +233,12 @@ def size_engine(
             n_streams=1,
             n_ranks=1,
             prune_argmax=False,
+            max_loras=0,
         )
         summary += f"; draft model {draft.path} with {n_cells} cells"
     return EngineSizing(
-        settings, limits, summary, config.speculative_config, draft_settings, _kv_events(config, info)
+        settings, limits, summary, config.speculative_config, draft_settings, kv_events_of(config, info)
     )
-
-
-def _kv_events(config: EngineConfig, info: ModelInfo) -> KvEventsConfig | None:
-    """Return the settings of KV events if they are to be published."""
-    kv_events = config.kv_events_config
-    if kv_events is None or not kv_events.publishes:
-        return None
-    if not config.enable_prefix_caching:
-        raise RejectedError(
-            "kv_events_config publishes the prefix cache, and enable_prefix_caching is off; turn it on",
-            param="kv_events_config",
-        )
-    if info.state_bytes:
-        raise UnsupportedError(
-            f"kv_events_config publishes cached blocks, and {info.architecture} can continue only after some "
-            "of them, where a recurrent state is kept; leave it out",
-            param="kv_events_config",
-        )
-    if find_spec("zmq") is None:
-        raise UnsupportedError(
-            "kv_events_config needs pyzmq; install it: pip install 'llaisys[kv-events]'",
-            param="kv_events_config",
-        )
-    return kv_events
-
-
-def _check_disk_tier(config: EngineConfig, info: ModelInfo) -> None:
-    if config.prefix_cache_dir is None:
-        return
-    if not config.enable_prefix_caching:
-        raise RejectedError(
-            "prefix_cache_dir keeps the prefix cache on disk, and enable_prefix_caching is off; turn it on",
-            param="prefix_cache_dir",
-        )
-    if info.state_bytes:
-        raise UnsupportedError(
-            f"prefix_cache_dir keeps K and V of blocks, and {info.architecture} needs a recurrent state to "
-            "continue after them; leave it out",
-            param="prefix_cache_dir",
-        )
 
 
 def size_encoder(
@@ -281,8 +252,9 @@ def size_encoder(
         "quantization": config.quantization is not None,
         "speculative_config": config.speculative_config is not None,
         "tensor_parallel_size": config.tensor_parallel_size > 1,
-        "kv_events_config": _kv_events(config, info) is not None,
+        "kv_events_config": kv_events_of(config, info) is not None,
         "prefix_cache_dir": config.prefix_cache_dir is not None,
+        "enable_lora": config.enable_lora,
     }
     for name, is_set in unsupported.items():
         if is_set:
@@ -326,31 +298,6 @@ def size_encoder(
         )
     summary = f"weights: {_mib(weights)} ({config.dtype}); an encoder; texts of up to {max_model_len} tokens"
     return EngineSizing(settings, limits, summary)
-
-
-def _check_speculation(config: EngineConfig, gpu: GpuSettings | None, draft: ModelInfo | None) -> None:
-    """Raise UnsupportedError if drafts cannot be verified or computed."""
-    if config.speculative_config is None:
-        return
-    if gpu is not None:
-        raise UnsupportedError(
-            "speculative decoding runs on the CPU only; set device cpu", param="speculative_config"
-        )
-    if draft is not None and draft.state_bytes:
-        raise UnsupportedError(
-            f"the draft model is a {draft.architecture}, whose recurrent layers have no state to return to "
-            "after a rejected draft; choose another draft model",
-            param="speculative_config",
-        )
-
-
-def _check_draft(draft: ModelInfo, info: ModelInfo) -> None:
-    if draft.vocab_size != info.vocab_size:
-        raise RejectedError(
-            f"the draft model has a vocabulary of {draft.vocab_size}, the model one of {info.vocab_size}; "
-            "choose a draft model with the same tokenizer",
-            param="speculative_config",
-        )
 
 
 def _requested_len(config: EngineConfig, info: ModelInfo) -> int:

@@ -20,6 +20,7 @@ from llaisys.engine.memory import WorkerSettings
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions.manager import SessionReply, SessionRequest
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, RejectedError
+from llaisys.lora_request import LoRARequest
 from llaisys.outputs import RequestId
 from llaisys.stats import EngineStats
 from llaisys.timeline import Timeline
@@ -80,6 +81,20 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class LoadLora(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter."""
+
+    call_id: int
+    lora: LoRARequest
+
+
+class UnloadLora(msgspec.Struct, frozen=True, tag=True):
+    """Unload a LoRA adapter as soon as no open request uses it."""
+
+    call_id: int
+    lora_int_id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The last message: stop the engine, even if requests are open."""
 
@@ -123,6 +138,13 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
     is_reset: bool
 
 
+class LoraReply(msgspec.Struct, frozen=True, tag=True):
+    """The single reply to a LoadLora or an UnloadLora. `error`: why the adapter was not loaded."""
+
+    call_id: int
+    error: LlaisysError | None = None
+
+
 class EngineEnded(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended for this reason; no output follows."""
 
@@ -130,8 +152,8 @@ class EngineEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 # Messages that get one reply with their `call_id`, and the replies that are sent at once.
-Call: TypeAlias = SessionRequest | TimelineRequest | ResetPrefixCache
-Reply: TypeAlias = TimelineReply | PrefixCacheReset
+Call: TypeAlias = SessionRequest | TimelineRequest | ResetPrefixCache | LoadLora | UnloadLora
+Reply: TypeAlias = TimelineReply | PrefixCacheReset | LoraReply
 ToEngine: TypeAlias = Start | Submit | Cancel | Call | Shutdown
 FromEngine: TypeAlias = Started | StartFailed | StepOutputs | SessionReply | Reply | EngineEnded
 

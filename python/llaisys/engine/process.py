@@ -31,6 +31,7 @@ from llaisys.engine.messages import (
     Call,
     Cancel,
     EngineEnded,
+    LoraReply,
     PrefixCacheReset,
     Shutdown,
     Start,
@@ -198,7 +199,7 @@ class ProcessClient(EngineClient):
                         self._receive_step(outputs, stats)
                     case SessionReply():
                         self._receive_session_reply(message)
-                    case TimelineReply() | PrefixCacheReset():
+                    case TimelineReply() | PrefixCacheReset() | LoraReply():
                         self._receive_reply(message)
                     case EngineEnded(error):
                         self._end_all(error)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from llaisys.engine.engine_output import TokenLogprobs
 from llaisys.errors import LlaisysError, RequestTimeoutError
+from llaisys.lora_request import LoRARequest
 from llaisys.model_info import Pooling
 from llaisys.outputs import FinishReason, RequestId
 from llaisys.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from llaisys.engine.lora import LoadedLora
     from llaisys.engine.pooling import Pool
     from llaisys.engine.prefix_cache import Pin
 
@@ -45,6 +47,7 @@ class EngineRequest:
       probability of the second of these next tokens, of these two. `second_segment`: where the second text
       of a pair begins, for an encoder with token types.
     - `prediction_token_ids`: the tokens of `params.prediction`, which speculation proposes.
+    - `lora`: the LoRA adapter that computes it. Its `lora_int_id` identifies it in the engine.
     """
 
     request_id: RequestId
@@ -63,6 +66,7 @@ class EngineRequest:
     score_token_ids: tuple[int, int] | None = None
     second_segment: int | None = None
     prediction_token_ids: list[int] = field(default_factory=list)
+    lora: LoRARequest | None = None
 
 
 # --- states: each has exactly the fields that exist in it; only Running has a sequence id ---
@@ -219,6 +223,7 @@ class Request:
     - `num_accepted_prediction_tokens`, `num_rejected_prediction_tokens`: verified drafts from its prediction
       that became output, and the others.
     - `last_step`: the last step that computed a token of it. `pin`: its pinned path while it runs.
+    - `lora`: its adapter, in use until it is finished.
     - `state_stops`: positions at which chunks of its prompt end, for recurrent layers; set at its admission.
 
     Invariants: `num_computed < len(token_ids) <= token_limit` until it is finished; `num_computed` is 0
@@ -242,6 +247,7 @@ class Request:
     num_rejected_prediction_tokens: int = 0
     last_step: int = -1
     pin: Pin | None = None
+    lora: LoadedLora | None = None
     state_stops: tuple[int, ...] = ()
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pool: Pool | None = None

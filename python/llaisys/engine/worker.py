@@ -109,11 +109,23 @@ class Worker:
         ids = np.array(request.token_ids, np.int32)
         seq_id = self._context.seq_acquire(stream)
         try:
+            if request.lora is not None:
+                self._context.seq_set_lora(seq_id, request.lora.slot)
             self._context.set_sampler(seq_id, spec, ids[: request.num_prompt], ids[request.num_prompt :])
         except BaseException:
             self.close_sequence(seq_id)
             raise
         return seq_id
+
+    def load_lora(self, path: str) -> tuple[int, str]:
+        """Load the LoRA adapter in a folder; return its slot and the hash of its contents."""
+        slot, digest, rank, n_bytes = self._context.lora_load(path)
+        log.info("loaded the LoRA adapter %s: rank %d, %.1f MiB", path, rank, n_bytes / 2**20)
+        return slot, digest
+
+    def unload_lora(self, slot: int) -> None:
+        """Unload the LoRA adapter in a slot, which no sequence uses."""
+        self._change(self._context.lora_unload, slot)
 
     def close_sequence(self, seq_id: int) -> None:
         """Release a sequence id with its cells and its sampler."""
@@ -325,6 +337,8 @@ def open_worker(settings: WorkerSettings) -> Worker:
             n_states_kept=settings.n_states_kept,
             pins=settings.pins,
             prune_argmax=settings.prune_argmax,
+            max_loras=settings.max_loras,
+            max_lora_rank=settings.max_lora_rank,
             gpu=None if settings.gpu is None else _gpu(settings.gpu),
         )
     return Worker(context, _core.SamplerSpec, settings.n_streams)

@@ -35,6 +35,7 @@ from llaisys.server.routes import (
     completions,
     embeddings,
     health,
+    loras,
     messages,
     models,
     ollama,
@@ -146,7 +147,7 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.webui = static.load_webui()
     api = (
         *(chat, completions, responses, messages, embeddings, rerank, tokenize, models, requests, sessions),
-        chats,
+        *(chats, loras),
         *(ollama, ollama_embed, ollama_models, ollama_management),
     )
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):

@@ -128,7 +128,7 @@ async def prepare_chat(
     state = state_of(request)
     options = response_options(body, params, state.config)
     meta = CompletionMeta.new(id_prefix, model, body.request_id, engine.system_fingerprint)
-    engine_kwargs = engine_options(body, client_id, state.config.prefix_cache_sharing)
+    engine_kwargs = engine_options(body, client_id, engine, state.config.prefix_cache_sharing)
     if raw_prompt is None:
         n_tokens_max = engine.max_prompt_tokens(params)
         rendered = await prompt_of(body, body.messages, engine, tools.shown, n_tokens_max)

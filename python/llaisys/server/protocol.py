@@ -98,7 +98,8 @@ def engine_of(
 
 def served_name(engine: AsyncLLM, model: str | None) -> str:
     """Return the model name for the response: the requested one, or the first."""
-    return str(model) if model in engine.model_names else engine.model_names[0]
+    is_served = model in engine.model_names or engine.loras.find(model) is not None
+    return str(model) if is_served else engine.model_names[0]
 
 
 def text_of(param: str, value: Any) -> str:
@@ -196,11 +197,13 @@ def response_options(
 def engine_options(
     request: GenerationRequest | EmbeddingRequest | PairRequest,
     client_id: str,
+    engine: AsyncLLM,
     sharing: Literal["per-key", "all"] = "per-key",
 ) -> dict[str, Any]:
     """Return the engine's arguments other than prompt and sampling parameters. Raises RejectedError.
 
-    `sharing`: the clients that share cached prefixes. With keys (`client_id` is not empty), a client can only
+    `engine`: has the LoRA adapter that `request.model` may name. `sharing`: the clients that share cached
+    prefixes. With keys (`client_id` is not empty), a client can only
     lower its priority, with a number above 0.
     """
     priority, salt = request.priority or 0, request.cache_salt or ""
@@ -221,6 +224,7 @@ def engine_options(
         "priority": priority,
         "cache_salt": cache_salt(client_id, text_of("cache_salt", salt), sharing),
         "session_id": session_id,
+        "lora_request": engine.loras.find(request.model),
     }
 
 

@@ -321,6 +321,25 @@ class DetokenizeRequest(OpenRequest):
     tokens: Annotated[list[int], MaxEntries(VALUES_MAX)]
 
 
+class LoadLoraRequest(Body):
+    """POST /v1/load_lora_adapter. `base_model_name`: the served model, by default the first.
+
+    `load_inplace`: replace an adapter of the same name.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadLoraRequest(Body):
+    """POST /v1/unload_lora_adapter. `lora_int_id`: of vLLM; the name decides."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class ChatWrite(Body):
     """PUT /v1/chats/{id}. `base`: the revision at which the chat was read; 0 creates a new chat."""
 

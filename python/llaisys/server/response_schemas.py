@@ -260,8 +260,9 @@ class ScoreList(_Schema):
 
 
 class ModelCard(_Schema):
-    """A served model name. `root`: the first name of the same model. `default_sampling_params`: the
-    fields that the model sets for requests that omit them; other fields have vLLM's defaults.
+    """A served model name. `root`: the first name of the same model; a LoRA adapter is its own. `parent`: the
+    model of an adapter. `default_sampling_params`: the fields that the model sets for requests that omit
+    them; other fields have vLLM's defaults.
     """
 
     id: str
@@ -269,7 +270,7 @@ class ModelCard(_Schema):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
     default_sampling_params: dict[str, int | float]
     permission: list[Any]

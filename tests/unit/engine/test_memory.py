@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llaisys.config import Config, KvEventsConfig, SpeculativeConfig
-from llaisys.engine import memory
+from llaisys.engine import features
 from llaisys.engine.host import Cpus
 from llaisys.engine.memory import EngineSizing, GpuSettings, size_encoder, size_engine
 from llaisys.engine.worker import inspect_model
@@ -219,7 +219,7 @@ def test_kv_events_need_the_prefix_cache_and_pyzmq(monkeypatch: pytest.MonkeyPat
     recurrent = replace(inspect_model(Path("fake")), state_bytes=64)
     with pytest.raises(UnsupportedError, match="where a recurrent state is kept; leave it out"):
         size_engine(Config(kv_events_config=on), recurrent, 100 * MIB, Cpus(2))
-    monkeypatch.setattr(memory, "find_spec", lambda _: None)
+    monkeypatch.setattr(features, "find_spec", lambda _: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'llaisys\[kv-events\]'"):
         sized(kv_events_config=on)
 

@@ -35,6 +35,8 @@ NOT_QUEUEING = {
     "/api/show",
     "/api/pull",
     "/v1/sessions",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 }
 
 

@@ -1,7 +1,7 @@
 """BlockIndex: which blocks of prefixes are on disk, and LoadCost: whether loading them saves time. Pure.
 
 A block is `BLOCK_TOKENS` consecutive tokens from a multiple of it on. Its key is a hash of everything that
-its K and V depend on: model (`fingerprint`), adapter, salt, and all tokens up to its end.
+its K and V depend on: model (`fingerprint`), salt (with the adapter), and all tokens up to its end.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ REFUSALS_MAX = 16
 
 
 def block_keys(
-    secret: bytes, fingerprint: str, salt: str, ids: Sequence[int], *, adapter: str = "", n_tokens: int
+    secret: bytes, fingerprint: str, salt: str, ids: Sequence[int], *, n_tokens: int
 ) -> list[bytes]:
     """Return the key of each whole block of a path; `n_tokens` is the length of a block.
 
     `secret`: key of the hashes, up to 64 bytes. Without it, names of files cannot be compared with the hashes
-    of guessed prompts. `adapter`: the name of an adapter, which no model has yet.
+    of guessed prompts. `salt`: contains the hash of a LoRA adapter.
     """
     root = blake2b(key=secret, digest_size=KEY_BYTES)
-    for part in (fingerprint, adapter, salt):
+    for part in (fingerprint, "", salt):  # "" keeps the keys of older folders
         raw = part.encode("utf-8", "surrogatepass")
         root.update(len(raw).to_bytes(8, "little") + raw)
     parent, keys = root.digest(), []

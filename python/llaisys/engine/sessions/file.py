@@ -55,9 +55,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 log = logging.getLogger(__name__)
 
 
-class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`adapter`, `adapter_name`: hash and name of the LoRA adapter that computed the KV; "": none."""
+
     fingerprint: str
     token_ids: list[int]
+    adapter: str = ""
+    adapter_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The hash of a LoRA adapter's contents, and its name, for messages; both are "" for none."""
+
+    hash: str = ""
+    name: str = ""
+
+
+NO_ADAPTER = Adapter()
+# Characters of an adapter's name that a header has.
+ADAPTER_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +118,10 @@ class SessionWriter:
     The file gets its final name when it is complete.
     """
 
-    def __init__(self, path: Path, token_ids: Sequence[int], spec: SessionFileSpec) -> None:
-        self._path, self._token_ids, self._spec = path, token_ids, spec
+    def __init__(
+        self, path: Path, token_ids: Sequence[int], spec: SessionFileSpec, adapter: Adapter = NO_ADAPTER
+    ) -> None:
+        self._path, self._token_ids, self._spec, self._adapter = path, token_ids, spec, adapter
         self._digest = _Digest()
         self._fd, self._temporary = -1, ""
 
@@ -123,7 +142,9 @@ class SessionWriter:
                     f"there are {n_files} saved sessions, which is the limit (max_sessions); remove one"
                 )
             self._fd, self._temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=folder)
-            header = msgspec.json.encode(_Header(self._spec.fingerprint, [*self._token_ids]))
+            adapter = self._adapter
+            fields = _Header(self._spec.fingerprint, [*self._token_ids], adapter.hash, adapter.name)
+            header = msgspec.json.encode(fields)
             self._write(_FIXED.pack(MAGIC, VERSION, len(header)), header)
 
     def add_state(self, n_tokens: int, state: NDArray[np.uint8]) -> None:
@@ -175,6 +196,7 @@ class SessionReader:
 
     def __init__(self, path: Path, spec: SessionFileSpec) -> None:
         self._path, self._spec = path, spec
+        self.adapter = NO_ADAPTER  # known once the file is open
         self._digest = _Digest()
         self._fd = -1
         self._n_left = 0  # unread bytes of the file
@@ -269,6 +291,7 @@ class SessionReader:
         if self._n_left > n_max:
             self._reject(f"is damaged: {self._n_left} bytes are too many for {n_tokens} tokens")
         self._n_missing = n_tokens
+        self.adapter = Adapter(header.adapter, header.adapter_name)
         return array("i", header.token_ids)
 
     def _read(self, n_bytes: int) -> bytearray:

@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llaisys.engine.kv_cache_manager import KvCacheManager
 from llaisys.engine.limits import Limits
-from llaisys.engine.sessions.file import SUFFIX, SessionFileSpec, SessionReader, SessionWriter
+from llaisys.engine.sessions.file import SUFFIX, Adapter, SessionFileSpec, SessionReader, SessionWriter
 from llaisys.engine.sessions.manager import Session, SessionManager, SessionReply, SessionRequest, check_name
 from llaisys.errors import (
     CoreFaultError,
@@ -42,12 +42,23 @@ log = logging.getLogger(__name__)
 _Steps: TypeAlias = Generator[Callable[[], Any], Any, None]
 
 
+class LoraSalts(Protocol):
+    """The LoRA adapters in the salts of cached prefixes; see `LoraManager`."""
+
+    def adapter_of(self, salt: str) -> Adapter:
+        """Return the adapter in a salt."""
+
+    def salt_of(self, salt: str, adapter: Adapter) -> str:
+        """Return the salt that contains an adapter. Raises RejectedError unless it is loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCallbacks:
     """The functions of the engine that a transfer calls.
 
     - `n_available_cells`: returns the number of free or evictable cells of a KV stream that no running
       request needs soon.
+    - `loras`: the LoRA adapters in salts.
     - `begin_restore`: makes the session's requests wait. `end_restore`: lets them continue, or ends them with
       an error.
     """
@@ -55,6 +66,7 @@ class EngineCallbacks:
     n_available_cells: Callable[[int], int]
     begin_restore: Callable[[Session], None]
     end_restore: Callable[[Session, LlaisysError | None], None]
+    loras: LoraSalts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,9 +174,8 @@ class SessionRequestHandler:
             case "restore":
                 path, spec = self._path(request)
                 session = sessions.create(client_id, request.name)
-                session.salt = request.cache_salt
                 self._callbacks.begin_restore(session)
-                self._begin(request, session, self._restore(session, path, spec))
+                self._begin(request, session, self._restore(session, request.cache_salt, path, spec))
                 return None
         return [sessions.info(session)]
 
@@ -213,7 +224,7 @@ class SessionRequestHandler:
     def _save(self, session: Session, path: Path, spec: SessionFileSpec) -> _Steps:
         """Save the current state of the session; later changes have no effect."""
         salt, token_ids, stream = session.salt, session.token_ids, session.stream
-        writer = SessionWriter(path, token_ids, spec)
+        writer = SessionWriter(path, token_ids, spec, self._callbacks.loras.adapter_of(salt))
         try:
             state = self._kv_cache.export_state(salt, token_ids, stream)
             yield writer.open
@@ -230,12 +241,14 @@ class SessionRequestHandler:
         finally:
             writer.close()
 
-    def _restore(self, session: Session, path: Path, spec: SessionFileSpec) -> _Steps:
+    def _restore(self, session: Session, salt: str, path: Path, spec: SessionFileSpec) -> _Steps:
         """Restore a session. The whole file is verified, even if the KV cache has no space for more cells."""
         reader = SessionReader(path, spec)
         first_loaded, at = None, 0
         try:
-            session.token_ids = yield reader.open
+            token_ids = yield reader.open
+            session.salt = self._callbacks.loras.salt_of(salt, reader.adapter)
+            session.token_ids = token_ids
             session.stream = self._kv_cache.match_to_load(
                 session.salt, session.token_ids, self._callbacks.n_available_cells
             ).stream

@@ -76,7 +76,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     meta = CompletionMeta.new("cmpl-", model, body.request_id, engine.system_fingerprint)
     add_special = body.add_special_tokens is not False
     sharing = state_of(request).config.prefix_cache_sharing
-    engine_kwargs = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
+    engine_kwargs = {**engine_options(body, client_id, engine, sharing), "add_special_tokens": add_special}
     prompts = prompts_of(body.prompt)
     options = response_options(body, params, state_of(request).config, len(prompts))
     if body.session_id and len(prompts) > 1:

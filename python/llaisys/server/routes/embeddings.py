@@ -70,7 +70,7 @@ def embedding_response(
     params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **cast("Any", side))
     client_id = client_id_of(request)
     engine_kwargs = {
-        **engine_options(body, client_id, state_of(request).config.prefix_cache_sharing),
+        **engine_options(body, client_id, engine, state_of(request).config.prefix_cache_sharing),
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
         "normalize": engine.normalizes if body.normalize is None else body.normalize,

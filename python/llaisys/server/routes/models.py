@@ -42,16 +42,18 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    """Return a model card. `root` is the model's first served name, never a path."""
+    """Return a model card. `root` is the model's first served name, never a path; the `parent` of a LoRA
+    adapter, too."""
     engine = state.registry().find(name)
     assert engine is not None
+    is_lora = name not in engine.model_names
     return {
         "id": name,
         "object": "model",
         "created": state.created_s,
         "owned_by": "llaisys",
-        "root": engine.model_names[0],
-        "parent": None,
+        "root": name if is_lora else engine.model_names[0],
+        "parent": engine.model_names[0] if is_lora else None,
         "max_model_len": engine.max_model_len,
         "default_sampling_params": engine.default_sampling_params,
         "permission": [],

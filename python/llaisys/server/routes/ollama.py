@@ -63,6 +63,12 @@ def find_model(state: ServerState, name: str | None) -> tuple[AsyncLLM, str]:
     return state.serving(known), given
 
 
+def untagged(engine: AsyncLLM, name: str) -> str:
+    """Return the name of a LoRA adapter without Ollama's tag; any other name is unchanged."""
+    bare = name.removesuffix(TAG)
+    return name if engine.loras.find(bare) is None else bare
+
+
 @router.post("/api/chat", responses={**GENERATION_ERRORS, **object_or_lines(OllamaChatAnswer)})
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
     """Generate the next message of a chat, by default as a stream of JSON lines.
@@ -108,7 +114,9 @@ async def _generated(
     is_chat = isinstance(body, OllamaChatRequest)
     raw = body.prompt if isinstance(body, OllamaGenerateRequest) and body.raw else None
     with field_names(FIELD_NAMES):
-        chat = await prepare_chat(request, engine, chat_of(body), "ollama-", raw_prompt=raw)
+        chat_body = chat_of(body)
+        chat_body.model = untagged(engine, name)
+        chat = await prepare_chat(request, engine, chat_body, "ollama-", raw_prompt=raw)
     builder = OllamaBuilder(chat, name, request.state.started_s, is_chat=is_chat)
     return chat.response(request, builder, headers)
 

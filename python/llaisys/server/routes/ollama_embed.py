@@ -23,7 +23,7 @@ from llaisys.server.request_schemas import EmbeddingRequest
 from llaisys.server.response_body import Part, join_parts
 from llaisys.server.routes.completions import prompts_of
 from llaisys.server.routes.embeddings import INPUTS_MAX, EmbeddingListBuilder, embedding_response
-from llaisys.server.routes.ollama import OLLAMA_ERRORS, model_of, to_ns
+from llaisys.server.routes.ollama import OLLAMA_ERRORS, model_of, to_ns, untagged
 
 router = APIRouter(route_class=OllamaRoute)
 
@@ -34,7 +34,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     engine, name, headers = model_of(request, body)
     with field_names({"prompt": "input"}):
         inputs = prompts_of(body.input, INPUTS_MAX)
-    options = _options(engine, truncates=body.truncate is not False, dimensions=body.dimensions)
+    options = _options(engine, name, truncates=body.truncate is not False, dimensions=body.dimensions)
     builder = OllamaEmbedBuilder(name, request.state.started_s)
     return embedding_response(request, engine, options, inputs, builder, headers)
 
@@ -44,14 +44,17 @@ async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Respons
     """Compute the embedding of one prompt."""
     engine, name, headers = model_of(request, body)
     inputs = [text_of("prompt", body.prompt)]
-    options = _options(engine, truncates=True)
+    options = _options(engine, name, truncates=True)
     return embedding_response(request, engine, options, inputs, OllamaEmbeddingsBuilder(name), headers)
 
 
-def _options(engine: AsyncLLM, *, truncates: bool, dimensions: int | None = None) -> EmbeddingRequest:
+def _options(
+    engine: AsyncLLM, name: str, *, truncates: bool, dimensions: int | None = None
+) -> EmbeddingRequest:
     """Return the options of an embedding request. Ollama keeps the beginning of an input that is too long."""
     n_tokens = engine.max_prompt_tokens(SamplingParams()) or engine.max_model_len
     return EmbeddingRequest.model_construct(
+        model=untagged(engine, name),
         dimensions=dimensions,
         truncate_prompt_tokens=n_tokens if truncates else None,
         truncation_side="right",

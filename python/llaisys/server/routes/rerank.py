@@ -90,7 +90,7 @@ def _response(
     `names`: the fields of both sides, for errors.
     """
     pairs, client_id = builder.pairs, client_id_of(request)
-    options = engine_options(body, client_id, state_of(request).config.prefix_cache_sharing)
+    options = engine_options(body, client_id, engine, state_of(request).config.prefix_cache_sharing)
     semaphore = asyncio.Semaphore(min(CONCURRENT_INPUTS_MAX, engine.config.max_num_seqs))
     streams: list[AsyncIterator[RequestOutput]]
     if pairs.by_embedding:
