@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test test-long test-clients lint fmt bench bench-disk-cache bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check test test-long test-clients lint fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,9 @@ bench-speculation-peers: model ## compare speculation with llama.cpp's n-gram an
 
 bench-disk-cache: model ## measure the prefix cache's disk tier: first token after a restart, cost of writing, in pairs
 	$(PY) benches/disk_cache.py $(ARGS)
+
+bench-lora: model ## measure LoRA adapters: 16 streams with four of rank 16 compared with none, in pairs
+	$(PY) benches/lora.py $(ARGS)
 
 fuzz: ## fuzz each parser for MINUTES of CPU time (default 10) with AFL++; results in benches/results/fuzz.txt
 	@scripts/fuzz.sh $(or $(MINUTES),10)
