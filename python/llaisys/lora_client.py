@@ -25,7 +25,7 @@ class LoraClient:
         self._by_name: dict[str, LoRARequest] = {}
         self._loading: set[str] = set()
         self._configured = config.lora_modules
-        for module in self._configured if self._max else ():
+        for module in self._configured:
             request = LoRARequest(module.name, lora_path=module.path)
             self._by_name[module.name] = self._numbers.new(request)
 
@@ -55,18 +55,16 @@ class LoraClient:
         return known
 
     async def load_configured(self) -> None:
-        """Load the adapters of the configuration into the loaded engine, once. Raises RejectedError or
-        UnsupportedError naming the adapter."""
+        """Load the adapters of the configuration into the loaded engine, once.
+
+        Raises RejectedError or UnsupportedError naming the adapter, after closing the engine.
+        """
         modules, self._configured = self._configured, ()
-        if len(modules) > self._max:
-            raise RejectedError(
-                f"lora_modules has {len(modules)} adapters, max_loras is {self._max}; raise it",
-                param="lora_modules",
-            )
         for module in modules:
             try:
                 await self._load(self._by_name[module.name])
             except (RejectedError, UnsupportedError) as e:
+                await self._engine.close()
                 raise type(e)(f"lora_modules: {module.name}: {e}", param="lora_modules") from e
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:

@@ -113,12 +113,25 @@ def explain_config(
         text = _first_of(e)
         raise RejectedError(text, param=text.partition(":")[0]) from e
     for each in config.each_model():
-        if each.lora_modules and not each.enable_lora:
-            raise RejectedError("lora_modules needs enable_lora; set --enable-lora", param="lora_modules")
+        _check_modules(each)
     for key in Config.model_fields:
         unnamed: Source = "environment" if key in config.model_fields_set else "default"
         sources.setdefault(key, "flag" if key in values else unnamed)
     return config, sources
+
+
+def _check_modules(config: Config) -> None:
+    """Raise RejectedError for LoRA adapters that cannot be served."""
+    names, n_max = [module.name for module in config.lora_modules], config.max_loras
+    if names and not config.enable_lora:
+        raise RejectedError("lora_modules needs enable_lora; set --enable-lora", param="lora_modules")
+    if len(names) > n_max:
+        raise RejectedError(
+            f"lora_modules has {len(names)} adapters, max_loras is {n_max}; raise it", param="lora_modules"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RejectedError(f"lora_modules has two adapters named {twice!r}", param="lora_modules")
 
 
 def _first_of(error: ValidationError) -> str:

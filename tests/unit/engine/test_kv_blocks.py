@@ -17,7 +17,9 @@ from llaisys.engine.kv_blocks import (
     KvEventBatch,
     block_hashes,
 )
+from llaisys.engine.lora import hash_in, salted
 from llaisys.engine.prefix_cache import Pin, PrefixCache
+from llaisys.lora_request import LoRARequest
 
 PROMPT = list(range(40))
 
@@ -54,6 +56,19 @@ def test_whole_blocks_of_a_path_are_stored_in_one_event() -> None:
         None,
         "GPU",
     )
+
+
+def test_blocks_name_their_lora_adapter() -> None:
+    cache = Cache()
+    adapter = LoRARequest("sql", 3, "/sql")
+    cache.blocks.lora_of = lambda salt: adapter if hash_in(salt) else None
+    cache.insert(PROMPT, salted("", "0" * 32))
+    cache.insert(PROMPT)
+    first, second = cache.blocks.take_events()
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert (first.lora_id, first.lora_name, second.lora_id, second.lora_name) == (3, "sql", None, None)
+    assert not set(first.block_hashes) & set(second.block_hashes)
 
 
 def test_a_longer_path_adds_the_blocks_that_it_completes() -> None:
