@@ -113,6 +113,9 @@ pub enum Exhausted {
         "all {capacity} slots of LoRA adapters are in use (max_loras); unload one first, or raise max_loras"
     )]
     LoraSlots { capacity: usize },
+    /// A LoRA adapter does not fit into the memory.
+    #[error("{bytes} bytes for a LoRA adapter cannot be allocated; unload another one, or free memory")]
+    LoraMemory { bytes: usize },
     /// As many cache nodes have a recurrent state as may.
     #[error("all {capacity} recurrent states of cache nodes are in use; drop one first")]
     States { capacity: usize },

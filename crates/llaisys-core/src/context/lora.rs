@@ -3,7 +3,7 @@
 use super::Context;
 use super::kv::Change;
 use crate::batch::Batch;
-use crate::error::{Exhausted, LoraError, Result, Unsupported};
+use crate::error::{DeviceError, Error, Exhausted, LoraError, Result, Unsupported};
 use crate::faults::fault_point;
 use crate::forward::lora::{LoraAdapter, LoraPass};
 use crate::load::lora::LoraCheckpoint;
@@ -112,7 +112,12 @@ impl Context {
         let free = self.loras.adapters.iter().position(Option::is_none);
         let slot = free.ok_or(Exhausted::LoraSlots { capacity })?;
         let checkpoint = LoraCheckpoint::open(path, &self.model, self.config.max_lora_rank)?;
-        let adapter = LoraAdapter::pack(&checkpoint, self.config.mode, self.backend.host_pool())?;
+        // Nothing of the context has changed, so it continues without the adapter.
+        let adapter = LoraAdapter::pack(&checkpoint, self.config.mode, self.backend.host_pool());
+        let adapter = adapter.map_err(|error| match error {
+            Error::Device(DeviceError::Allocation { bytes, .. }) => Exhausted::LoraMemory { bytes }.into(),
+            other => other,
+        })?;
         let (hash, rank, n_bytes) = (format!("{:032x}", adapter.hash), adapter.rank, adapter.n_bytes());
         self.loras.adapters[slot] = Some(adapter);
         Ok(LoraInfo { slot: slot as u32, hash, rank, n_bytes })

@@ -11,7 +11,7 @@ use super::tensor_files::{StoredTensor, TensorFiles, buffer_of};
 use crate::arch::config::ModelConfig;
 use crate::arch::weight_id::{LayerWeight, WeightId};
 use crate::dtype::DType;
-use crate::error::{FormatError, LoraError, Result, Unsupported};
+use crate::error::{DeviceError, FormatError, LoraError, Result, Unsupported};
 use crate::quant::dequantize_row;
 use crate::tensor::RowView;
 use crate::threads::Pool;
@@ -140,7 +140,11 @@ impl LoraCheckpoint {
         let bytes = buffer_of(&mut buffer, tensor.range.len())?;
         self.files.read(index, 0, bytes, pool)?;
         let n = tensor.shape.iter().product();
-        let mut values = vec![0.0; n];
+        let mut values = Vec::new();
+        let bytes_of_values = tensor.range.len().saturating_mul(2);
+        let refused = |_| DeviceError::Allocation { what: "a LoRA adapter", bytes: bytes_of_values };
+        values.try_reserve_exact(n).map_err(refused)?;
+        values.resize(n, 0.0);
         dequantize_row(RowView { dtype: tensor.dtype, bytes }, &mut values);
         if values.iter().all(|value| value.is_finite()) {
             return Ok(values);
