@@ -3,11 +3,12 @@
 usage: peers.py [--only PATTERN ...] [--rounds 7] [--budget-s SECONDS] [--fresh] [--report] [--list] [--smoke]
 
 A round of a row measures every engine once, starting with another one each round, with a memory bandwidth
-measurement before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run continues
-where the previous one ended (exit status 3: rows remain). Rounds of another build of the core are discarded
-when their row is measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows
-that have a target (peers_rows.py). Each run rewrites the table, the JSON and the plot. Build the peers first:
-`make bench-peers` does.
+measurement before and after each. It also records the load average before the run, and the CPU time that the
+hypervisor gave to other machines (steal). A tree with uncommitted changes is refused. Rounds are kept in
+benches/results/peers-rounds.jsonl, so a run continues where the previous one ended (exit status 3: rows
+remain). Rounds of another build of the core are discarded when their row is measured. PATTERN is a row, a
+glob (`decode-1-*`, see --list) or `targets`: the rows that have a target (peers_rows.py). Each run rewrites
+the table, the JSON and the plot. Build the peers first: `make bench-peers` does.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Bench:
         self.engines: dict[tuple[str, ...], Engine] = {}
         self.bandwidth: Bandwidth | None = None
         self.longest_s = 0.0
+        self.load = os.getloadavg()[0]
 
     def of(self, row: Row) -> list[dict[str, Any]]:
         return [r for r in self.rounds if r["row"] == row.name and r["build"] == self.build]
@@ -92,14 +94,18 @@ class Bench:
         first = n_done % len(names)
         order = names[first:] + names[:first]
         gb_s, rates, took_s = [self.read()], {}, {}
+        before = cpu_times()
         for name in order:
             begun = time.monotonic()
             rates[name] = rate(self.engine(row, name), row)
             took_s[name] = round(time.monotonic() - begun, 1)
             gb_s.append(self.read())
+        stolen, total = (now - then for now, then in zip(cpu_times(), before, strict=True))
         return {
             "row": row.name,
             "build": self.build,
+            "load": self.load,
+            "steal": stolen / total,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "order": order,
             "gb_s": gb_s,
@@ -172,10 +178,33 @@ def machine() -> str:
     return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
 
 
+def cpu_times() -> tuple[int, int]:
+    """Return the stolen and the total ticks of all CPUs since the start of the machine (man 5 proc_stat)."""
+    # The last two are parts of the first two.
+    ticks = [int(word) for word in Path("/proc/stat").read_text("utf-8").splitlines()[0].split()[1:9]]
+    return ticks[7], sum(ticks)
+
+
+def git(*arguments: str) -> str:
+    """Return the output of a git command; empty if it fails."""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+
+
+def is_dirty() -> bool:
+    """Return whether there are uncommitted changes, except in the results that this script writes."""
+    return bool(git("status", "--porcelain", "--", ":/", ":(exclude,top)benches/results"))
+
+
 def commit() -> str:
     """Return the commit of the sources."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS).stdout.strip() or "unknown"
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if is_dirty() else "")
+
+
+def committed_rows() -> dict[str, Any]:
+    """Return the summaries of the last committed results, by row."""
+    text = git("show", "HEAD:./peers.json")
+    rows: dict[str, Any] = json.loads(text)["rows"] if text else {}
+    return rows
 
 
 def prepare() -> None:
@@ -210,9 +239,12 @@ def main() -> int:
     if args.list or not chosen:
         print("\n".join(row.name for row in (chosen or rows())))
         return 0 if chosen else 2
+    if not args.report and is_dirty():
+        sys.exit("the tree has uncommitted changes, so the figures would belong to no commit; commit first")
     bench = Bench(args.budget_s)
     left = chosen if args.report else measure_all(bench, chosen, args)
-    peers_report.write(bench.rounds, RESULTS, machine(), {"llaisys": commit(), **versions()})
+    about = {"machine": machine(), "versions": {"llaisys": commit(), **versions()}}
+    peers_report.write(bench.rounds, RESULTS, about, committed_rows())
     if left and not args.report:
         print(f"{len(left)} rows are left; run the command again: {' '.join(r.name for r in left[:8])}")
         return ROWS_ARE_LEFT

@@ -21,6 +21,8 @@ from peers_rows import (
 )
 
 Round = dict[str, Any]
+# A peer whose rate differs by more from the last committed one is marked: the machine or its build changed.
+MOVED = 0.1
 
 # Weights that a step of one stream reads (all: the head is the embedding), and bytes of K and V of one
 # cell: 24 layers x 2 heads x 64 numbers, twice, in bf16. Of a head in bf16 a greedy step reads the copy in 8
@@ -71,6 +73,9 @@ def summarize(found: list[Round]) -> dict[str, Any]:
         engines[name] = entry
     reads = [gb_s for each in found for gb_s in each["gb_s"]]
     summary = {"rounds": len(found), "gb_s": statistics.median(reads), "engines": engines}
+    for key in ("load", "steal"):
+        if known := [each[key] for each in found if key in each]:
+            summary[key] = statistics.median(known)
     share = bandwidth_share(found)
     return summary | ({"bandwidth_share": share} if share else {}) | {"build": found[-1]["build"]}
 
@@ -143,8 +148,24 @@ def table_of(found: list[Round]) -> dict[str, Any]:
     return {row.name: summarize(by_row[row.name]) for row in rows() if row.name in by_row}
 
 
-def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
-    """Format the Markdown page."""
+def moved(table: dict[str, Any], before: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Return the changes of the rates of peers since `before` that exceed MOVED, by row and peer."""
+    changes = {}
+    for row, summary in table.items():
+        earlier = before.get(row, {}).get("engines", {})
+        for peer in summary["engines"].keys() & earlier.keys():
+            change = summary["engines"][peer]["tokens_per_s"] / earlier[peer]["tokens_per_s"] - 1
+            if not is_ours(peer) and abs(change) > MOVED:
+                changes[row, peer] = change
+    return changes
+
+
+def _percent(summary: dict[str, Any], key: str) -> str:
+    return f"{summary[key]:.1%}" if key in summary else "–"
+
+
+def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[str, str], float]) -> str:
+    """Format the Markdown page. `changes`: those of `moved`."""
     peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
     lines = [
         "# LLAISYS compared with peers",
@@ -153,9 +174,11 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
         "Tokens per second (medians); in brackets the median of our ratio to it, by round. Bold: our",
         "ratio to the best peer of each round. GB/s: the read bandwidth between the engines (median).",
+        "Load: the load average before the run. Steal: the CPU time that the hypervisor gave to others.",
+        f"*: this peer's rate moved by more than {MOVED:.0%} since the last committed run.",
         "",
-        "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",
-        "| --- " * (len(peers) + 5) + "|",
+        "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | load | steal | rounds |",
+        "| --- " * (len(peers) + 7) + "|",
     ]
     for row, summary in table.items():
         if row.startswith("overhead"):
@@ -168,11 +191,16 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         cells = [row + older, f"{own['tokens_per_s']:.0f}" + (f" ({setting})" if setting else "")]
         for peer in peers:
             known = peer in engines
+            mark = "*" if (row, peer) in changes else ""
             cells.append(
-                f"{engines[peer]['tokens_per_s']:.0f} ({own['ratios'][peer]:.2f}x)" if known else "–"
+                f"{engines[peer]['tokens_per_s']:.0f}{mark} ({own['ratios'][peer]:.2f}x)" if known else "–"
             )
-        cells += [f"**{own['ratios'][BEST]:.2f}x**", f"{summary['gb_s']:.1f}", str(summary["rounds"])]
+        load = f"{summary['load']:.1f}" if "load" in summary else "–"
+        cells += [f"**{own['ratios'][BEST]:.2f}x**", f"{summary['gb_s']:.1f}", load]
+        cells += [_percent(summary, "steal"), str(summary["rounds"])]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += [""] if changes else []
+    lines += [f"- {row}: {peer} {change:+.0%}" for (row, peer), change in sorted(changes.items())]
     lines += ["", "| target | against | measured | wanted | |", "| --- " * 5 + "|"]
     for row, peer, value, wanted, met in targets_met(table):
         lines.append(f"| {row} | {peer} | {value:.3g} | {wanted:g} | {'met' if met else 'missed'} |")
@@ -218,25 +246,29 @@ def _text(x: float, y: float, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="#222222">{words}</text>'
 
 
-def write(found: list[Round], folder: Path, machine: str, versions: dict[str, str]) -> None:
-    """Write peers.json, peers.md and peers.svg of all rounds; print the targets."""
+def write(found: list[Round], folder: Path, about: dict[str, Any], before: dict[str, Any]) -> None:
+    """Write peers.json, peers.md and peers.svg of all rounds; print the targets.
+
+    `about`: the machine and the versions. `before`: the rows of the last committed run.
+    """
     if not found:
         return
     table = table_of(found)
     about = {
-        "machine": machine,
+        "machine": about["machine"],
         "threads": THREADS,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "build": max(found, key=lambda each: str(each["when"]))["build"],
-        "versions": versions,
+        "versions": about["versions"],
     }
+    changes = moved(table, before)
     targets = [
         {"row": row, "against": peer, "measured": value, "wanted": wanted, "met": met}
         for row, peer, value, wanted, met in targets_met(table)
     ]
     pages = {
         "peers.json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
-        "peers.md": markdown(table, about),
+        "peers.md": markdown(table, about, changes),
         "peers.svg": plot(table),
     }
     for name, text in pages.items():

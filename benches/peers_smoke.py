@@ -42,6 +42,8 @@ def a_round(row: str, ours: float, llama: float, openvino: float) -> peers_repor
     return {
         "row": row,
         "build": "0",
+        "load": 0.25,
+        "steal": 0.015,
         "when": "",
         "order": [*rates],
         "gb_s": [50.0, 40.0, 60.0, 50.0],
@@ -93,10 +95,17 @@ def check_report() -> None:
     (target,) = peers_report.targets_met(peers_report.table_of(found))
     assert target == ("decode-16-bf16", "openvino", 2.0, 1.5, True)
     with tempfile.TemporaryDirectory() as folder:
-        peers_report.write(found, Path(folder), "a machine", {"openvino": "1"})
-        assert (
-            "| decode-16-bf16 | 30 | 10 (3.00x) | – | 15 (2.00x) |" in (Path(folder) / "peers.md").read_text()
-        )
+        before = {"decode-16-bf16": {"engines": {"llama.cpp": {"tokens_per_s": 9.5}}}}
+        before["decode-16-bf16"]["engines"] |= {
+            name: {"tokens_per_s": 10.0} for name in ("openvino", "llaisys")
+        }
+        about = {"machine": "a machine", "versions": {"openvino": "1"}}
+        peers_report.write(found, Path(folder), about, before)
+        page = (Path(folder) / "peers.md").read_text()
+        assert "| decode-16-bf16 | 30 | 10 (3.00x) | – | 15* (2.00x) |" in page
+        assert "| **2.00x** | 50.0 | 0.2 | 1.5% | 7 |" in page
+        # llama.cpp moved by 5 %, and ours is not a peer.
+        assert [line for line in page.splitlines() if line[:2] == "- "] == ["- decode-16-bf16: openvino +50%"]
         assert json.loads((Path(folder) / "peers.json").read_text())["targets"][0]["met"] is True
         assert (Path(folder) / "peers.svg").read_text().startswith("<svg")
 
