@@ -120,6 +120,7 @@ CASES: dict[str, dict[str, list[dict[str, Any]]]] = {
                 "n": 2,
             }
         ],
+        "reasoning_effort": [{"reasoning_effort": "low"}],
         "chat_template_kwargs": [{"chat_template_kwargs": {"unused": True}}],
         "tools": [{"tools": [TOOL], "tool_choice": "required", "max_tokens": 300}],
         "tool_choice": [

@@ -99,7 +99,7 @@ async def test_prompt_objects_of_vllm(service: AsyncLLM) -> None:
 
 
 async def test_arguments_of_vllm_without_a_meaning_here(service: AsyncLLM) -> None:
-    for name in ("lora_request", "tokenization_kwargs", "trace_headers"):
+    for name in ("tokenization_kwargs", "trace_headers"):
         assert (await outputs_of(service, options={name: None}))[-1].finished
         with pytest.raises(UnsupportedError, match=name):
             await outputs_of(service, options={name: {"x": "y"}})

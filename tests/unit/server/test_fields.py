@@ -311,9 +311,9 @@ async def test_a_value_out_of_bounds_is_rejected(
 
 def test_a_priority_above_other_clients_is_rejected() -> None:
     body = CompletionRequest(prompt="Hi", priority=-1)
-    assert engine_options(body, "")["priority"] == -1
+    assert engine_options(body, "", FakeService())["priority"] == -1
     with pytest.raises(RejectedError, match="priority is -1, allowed are 0"):
-        engine_options(body, "another key")
+        engine_options(body, "another key", FakeService())
 
 
 # --- several choices ---

@@ -6,7 +6,7 @@ import logging
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from llaisys.errors import NotFoundError, RejectedError
 from llaisys.registry import ModelRegistry
@@ -14,14 +14,15 @@ from llaisys.server.access_log import client_id_of
 from llaisys.server.http_errors import ApiError, error_responses
 from llaisys.server.protocol import BodyRoute, text_of
 from llaisys.server.request_schemas import LoadLoraRequest, UnloadLoraRequest
+from llaisys.server.response_schemas import text_of_type
 from llaisys.server.state import state_of
 
 log = logging.getLogger("llaisys.server")
 router = APIRouter(route_class=BodyRoute, responses=error_responses(403, 404))
 
 
-@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> str:
+@router.post("/v1/load_lora_adapter", response_class=Response, responses=text_of_type("text/plain"))
+async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> PlainTextResponse:
     """Load an adapter from a folder of the server, and serve it under its name."""
     models = _registry(request)
     name, path = text_of("lora_name", body.lora_name), text_of("lora_path", body.lora_path)
@@ -37,11 +38,11 @@ async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> str:
         raise RejectedError(f"lora_name {name!r} is the name of a served model", param="lora_name")
     await engine.loras.load(name, path, in_place=body.load_inplace)
     log.info("loaded the LoRA adapter %r from %s for the key %r", name, path, client_id_of(request))
-    return f"Success: LoRA adapter '{name}' added successfully."
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-async def unload_lora_adapter(body: UnloadLoraRequest, request: Request) -> str:
+@router.post("/v1/unload_lora_adapter", response_class=Response, responses=text_of_type("text/plain"))
+async def unload_lora_adapter(body: UnloadLoraRequest, request: Request) -> PlainTextResponse:
     """Refuse new requests of an adapter. Those that run continue, and the last one frees it."""
     name = text_of("lora_name", body.lora_name)
     engine = next((each for each in _registry(request).services if each.loras.find(name)), None)
@@ -49,7 +50,7 @@ async def unload_lora_adapter(body: UnloadLoraRequest, request: Request) -> str:
         raise NotFoundError(f"The lora adapter '{name[:100]}' cannot be found.", param="lora_name")
     await engine.loras.unload(name)
     log.info("unloaded the LoRA adapter %r for the key %r", name, client_id_of(request))
-    return f"Success: LoRA adapter '{name}' removed successfully."
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 def _registry(request: Request) -> ModelRegistry:
