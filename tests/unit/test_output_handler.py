@@ -16,7 +16,12 @@ from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.output_collector import COLLECTOR_BYTES_MAX
-from llaisys.output_handler import BYTES_PER_CHUNK, OUTPUTS_PER_CHUNK, OutputHandler
+from llaisys.output_handler import (
+    BYTES_PER_CHUNK,
+    OUTPUTS_PER_CHUNK,
+    READERS_PER_CHUNK,
+    OutputHandler,
+)
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import RequestOutputKind, SamplingParams
 
@@ -59,15 +64,15 @@ async def test_steps_of_one_chunk_wake_the_loop_once_and_keep_their_times() -> N
         sink.step(*names)
     sink.now_s = 9.0
     assert await sink.all(5) == [5]
-    assert sink.outputs == [("a", 1.0), ("b", 1.0), ("a", 1.5), ("b", 4.0), ("a", 4.0)]
+    assert sink.outputs == [("a", 1.0), ("a", 1.5), ("a", 4.0), ("b", 1.0), ("b", 4.0)]
 
 
 @pytest.mark.parametrize(
     ("steps", "n_bytes", "chunk"),
     [
-        ([1000], 1, OUTPUTS_PER_CHUNK),
-        ([1] * 1000, 1, OUTPUTS_PER_CHUNK),
-        ([OUTPUTS_PER_CHUNK] * 3, 1, OUTPUTS_PER_CHUNK),
+        ([1000], 1, READERS_PER_CHUNK),
+        ([1] * 1000, 1, READERS_PER_CHUNK),
+        ([READERS_PER_CHUNK] * 3, 1, READERS_PER_CHUNK),
         ([70] * 10, BYTES_PER_CHUNK // 8, 8),
         ([5], 100 * BYTES_PER_CHUNK, 1),
     ],
@@ -81,6 +86,25 @@ async def test_a_chunk_is_bounded_in_outputs_and_in_bytes(steps: list[int], n_by
     chunks = await sink.all(n_all)
     assert chunks == [chunk] * (n_all // chunk) + [n_all % chunk] * (n_all % chunk > 0)
     assert [name for name, _ in sink.outputs] == [name for each in names for name in each]
+
+
+async def test_a_chunk_has_the_outputs_of_some_requests_from_all_steps() -> None:
+    sink = Sink()
+    names = [f"{i}" for i in range(READERS_PER_CHUNK + 1)]
+    for _ in range(3):
+        sink.step(*names)
+    assert await sink.all(3 * len(names)) == [3 * READERS_PER_CHUNK, 3]
+    assert [name for name, _ in sink.outputs] == [name for name in names for _ in range(3)]
+
+
+async def test_a_request_with_many_outputs_lets_the_others_take_their_turn() -> None:
+    sink = Sink()
+    for _ in range(3 * OUTPUTS_PER_CHUNK):
+        sink.step("a")
+    sink.step("b")
+    await sink.all(3 * OUTPUTS_PER_CHUNK + 1)
+    assert sink.outputs[OUTPUTS_PER_CHUNK][0] == "b"
+    assert [name for name, _ in sink.outputs].count("a") == 3 * OUTPUTS_PER_CHUNK
 
 
 async def test_readers_run_while_steps_arrive_faster_than_processing() -> None:
@@ -97,8 +121,8 @@ async def test_readers_run_while_steps_arrive_faster_than_processing() -> None:
     sink.then = more
     sink.step("a")
     chunks = await sink.all(5000)
+    assert sum(chunks) == 5000
     assert max(chunks) == OUTPUTS_PER_CHUNK
-    assert len(chunks) == -(-5000 // OUTPUTS_PER_CHUNK)
     sink.then = lambda: None
     sink.step("late")  # the loop is woken again
     assert len(await sink.all(5001)) > len(chunks)
