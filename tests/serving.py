@@ -24,6 +24,8 @@ GOLDENS = Path(__file__).parent / "data" / "goldens"
 READY = re.compile(r"LLAISYS serving (\S+) at ((?:https?://|unix:)\S+)")
 COMMAND = (sys.executable, "-m", "llaisys")
 END_S = DEADLINE_S
+# Of the log of a server, after a failed test.
+LOG_CHARS_SHOWN = 8000
 
 
 @dataclass
@@ -138,6 +140,9 @@ def serving(
             base = ready[2] if ready[2].startswith("http") else "http://localhost"
             with httpx.Client(base_url=base, headers=headers, timeout=None, verify=False) as http:
                 yield Server(process, ready[1], ready[2], log, http)
+        except BaseException:
+            print(f"the end of {log}:\n{log.read_text('utf-8')[-LOG_CHARS_SHOWN:]}")
+            raise
         finally:
             process.kill()
 
