@@ -79,11 +79,10 @@ impl<T: Number> Shrink<'_, T> {
         }
         let mut sums = [[lanes.splat(0.0); N_SUMS]; R];
         let (whole, mut k) = (n_in / N_SUMS * N_SUMS, 0);
-        while k < n_in {
-            // The inputs after the last whole four are added one at a time.
-            let n = if k < whole { N_SUMS } else { 1 };
+        // Two loops, so that the number of the sum is a constant: otherwise the sums would be kept in memory.
+        while k < whole {
             let mut part = 0;
-            while part < n {
+            while part < N_SUMS {
                 let a = T::load(lanes, &self.a[(k + part) * RANK_BLOCK + rank..]);
                 let mut i = 0;
                 while i < R {
@@ -92,7 +91,16 @@ impl<T: Number> Shrink<'_, T> {
                 }
                 part += 1;
             }
-            k += n;
+            k += N_SUMS;
+        }
+        while k < n_in {
+            let a = T::load(lanes, &self.a[k * RANK_BLOCK + rank..]);
+            let mut i = 0;
+            while i < R {
+                sums[i][0] = lanes.mul_add(lanes.splat(x[i][k]), a, sums[i][0]);
+                i += 1;
+            }
+            k += 1;
         }
         let scales = lanes.load(&self.scales[rank..]);
         let mut i = 0;
