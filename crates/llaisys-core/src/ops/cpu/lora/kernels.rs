@@ -11,8 +11,8 @@ use std::ops::Range;
 pub(super) const ROWS: usize = 8;
 /// Partial sums of a product with A.
 const N_SUMS: usize = 4;
-/// The most vectors of a block of outputs: those of the shortest vectors.
-const OUT_VECTORS: usize = OUT_BLOCK / 8;
+/// Vectors of outputs that a tile computes. They divide a block.
+const OUT_VECTORS: usize = 2;
 
 /// A stored number.
 pub(super) trait Number: Copy {
@@ -160,8 +160,9 @@ impl<T: Number> Kernel for Expand<'_, T> {
         let mut row = 0;
         while row < self.rows.len() {
             row += match self.rows.len() - row {
-                4.. if L::TILE_ROWS >= 4 => self.tile::<L, 4>(lanes, row),
-                _ => self.tile::<L, 1>(lanes, row),
+                4.. => self.tile_rows::<L, 4>(lanes, row),
+                2.. => self.tile_rows::<L, 2>(lanes, row),
+                _ => self.tile_rows::<L, 1>(lanes, row),
             };
         }
     }
@@ -170,18 +171,33 @@ impl<T: Number> Kernel for Expand<'_, T> {
 impl<T: Number> Expand<'_, T> {
     /// Computes the block for `R` rows from `row` on. Returns `R`.
     #[inline(always)]
-    fn tile<L: Lanes, const R: usize>(&mut self, lanes: L, row: usize) -> usize {
-        let n_vectors = OUT_BLOCK / L::N;
+    fn tile_rows<L: Lanes, const R: usize>(&mut self, lanes: L, row: usize) -> usize {
+        let mut first = 0;
+        while first < OUT_BLOCK && self.range.start + first < self.range.end {
+            self.tile::<L, R>(lanes, row, first);
+            first += OUT_VECTORS * L::N;
+        }
+        R
+    }
+
+    /// Computes [`OUT_VECTORS`] vectors from output `first` of the block on, for `R` rows from `row` on.
+    #[inline(always)]
+    fn tile<L: Lanes, const R: usize>(&mut self, lanes: L, row: usize, first: usize) {
+        let mut hidden: [&[f32]; R] = [&[]; R];
+        let mut i = 0;
+        while i < R {
+            hidden[i] = &self.hidden[(row + i) * self.width..][..self.rank];
+            i += 1;
+        }
         let mut sums = [[lanes.splat(0.0); OUT_VECTORS]; R];
         let mut j = 0;
         while j < self.rank {
             let mut t = 0;
-            while t < n_vectors {
-                let b = T::load(lanes, &self.b[j * OUT_BLOCK + t * L::N..]);
+            while t < OUT_VECTORS {
+                let b = T::load(lanes, &self.b[j * OUT_BLOCK + first + t * L::N..]);
                 let mut i = 0;
                 while i < R {
-                    let hidden = lanes.splat(self.hidden[(row + i) * self.width + j]);
-                    sums[i][t] = lanes.mul_add(hidden, b, sums[i][t]);
+                    sums[i][t] = lanes.mul_add(lanes.splat(hidden[i][j]), b, sums[i][t]);
                     i += 1;
                 }
                 t += 1;
@@ -192,8 +208,8 @@ impl<T: Number> Expand<'_, T> {
         while i < R {
             let start = self.rows[row + i] as usize * self.columns.stride;
             let mut t = 0;
-            while t < n_vectors && self.range.start + t * L::N < self.range.end {
-                let n = self.range.start + t * L::N;
+            while t < OUT_VECTORS && self.range.start + first + t * L::N < self.range.end {
+                let n = self.range.start + first + t * L::N;
                 let (at, len) = (start + self.columns.at(n), L::N.min(self.range.end - n));
                 let y = self.out.range(at..at + len);
                 lanes.store_first(lanes.add(lanes.load_first(y), sums[i][t]), y);
@@ -201,6 +217,5 @@ impl<T: Number> Expand<'_, T> {
             }
             i += 1;
         }
-        R
     }
 }
