@@ -10,6 +10,9 @@ use crate::threads::Pool;
 use half::{bf16, f16};
 use std::ops::Range;
 
+/// Bytes of four integers, or parts of integers, of each column of a panel.
+const LINE: usize = 4 * PANEL;
+
 /// Returns the stored row of an output; `None` past the last output.
 type Source<'a> = &'a (dyn Fn(usize) -> Option<RowView<'a>> + Sync);
 
@@ -98,8 +101,7 @@ fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
     }
 }
 
-/// Writes column `c` of a grouped panel from a row of a type that the format stores. The integers of the column
-/// are zero before.
+/// Writes column `c` of a grouped panel from a row of a type that the format stores.
 fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], c: usize, row: RowView<'_>) {
     assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format accepts its own block types only");
     assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
@@ -124,7 +126,7 @@ fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: 
     put_integers(format, integers, c, &block.q);
 }
 
-/// Writes column `c` of a panel from a quantized row. The integers of the column are zero before.
+/// Writes column `c` of a panel from a quantized row.
 fn put_quantized(format: PackedFormat, panel: &mut [u8], c: usize, row: &QuantizedRow) {
     let groups = panel.chunks_exact_mut(format.group_bytes());
     for (group, quantized) in groups.zip(&row.groups) {
@@ -141,11 +143,25 @@ fn put_quantized(format: PackedFormat, panel: &mut [u8], c: usize, row: &Quantiz
 
 /// Writes the integers of column `c` of a group, or the nibbles in their place.
 fn put_integers(format: PackedFormat, integers: &mut [u8], c: usize, q: &[u8; BLOCK_LEN]) {
+    let words =
+        std::array::from_fn(|k| u32::from_le_bytes([q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3]]));
     for (low, bits) in digits(format) {
-        for (i, &q) in q.iter().enumerate() {
-            let (byte, shift) = digit_place(format, low, c, i);
-            integers[byte] |= (q >> low & (0xff >> (8 - bits))) << shift;
+        match bits {
+            8 => put_digits::<8>(integers, c, low, &words),
+            4 => put_digits::<4>(integers, c, low, &words),
+            _ => put_digits::<1>(integers, c, low, &words),
         }
+    }
+}
+
+/// Writes `BITS` bits from bit `low` on of each integer of column `c` of a group: four integers at a time, each a byte of
+/// a word. [`digit_place`] has the layout.
+fn put_digits<const BITS: usize>(integers: &mut [u8], c: usize, low: usize, words: &[u32; BLOCK_LEN / 4]) {
+    let mask = u32::from(0xff_u8 >> (8 - BITS)) * 0x0101_0101;
+    for (line, words) in words.chunks_exact(8 / BITS).enumerate() {
+        let parts = words.iter().enumerate().map(|(k, word)| (word >> low & mask) << (k * BITS));
+        let bytes = parts.fold(0, |all, part| all | part).to_le_bytes();
+        integers[(low + line) * LINE + 4 * c..][..4].copy_from_slice(&bytes);
     }
 }
 
@@ -167,15 +183,10 @@ pub(super) fn digits(format: PackedFormat) -> impl Iterator<Item = (usize, usize
 }
 
 /// The place of one part of an integer in a group's integers: its byte, and the number of bits below it in that byte.
-/// The part starts at bit `low` of element `i` of column `c`.
-pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: usize) -> (usize, usize) {
-    const LINE: usize = 4 * PANEL;
-    let at = c * 4 + i % 4;
-    match (format.bits(), low) {
-        (8, _) => (i / 4 * LINE + at, 0),
-        (4.., 0) => (i / 8 * LINE + at, i / 4 % 2 * 4),
-        (_, low) => (low * LINE + at, i / 4),
-    }
+/// The part has `bits` bits from bit `low` of element `i` of column `c` on.
+pub(super) const fn digit_place((low, bits): (usize, usize), c: usize, i: usize) -> (usize, usize) {
+    let (k, per_byte) = (i / 4, 8 / bits);
+    ((low + k / per_byte) * LINE + c * 4 + i % 4, k % per_byte * bits)
 }
 
 /// See [`PackedMatrix::to_q8_0`].
