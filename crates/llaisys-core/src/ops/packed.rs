@@ -315,6 +315,7 @@ impl PackedMatrix {
     pub fn zeroed(format: PackedFormat, n_rows: usize, n_columns: usize) -> Result<Self, DeviceError> {
         assert!(Self::can_pack(format, n_columns), "{format:?} cannot store rows of {n_columns}");
         let panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
+        pages::expect_huge_pages(&panels);
         Ok(Self { format, n_rows, n_columns, panels })
     }
 

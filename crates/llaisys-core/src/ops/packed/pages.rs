@@ -9,11 +9,28 @@
 
 use crate::tensor::AlignedBuf;
 
+#[cfg(target_os = "linux")]
+const HUGE: usize = 2 << 20;
+
+/// Asks the system to give a new buffer pages of 2 MiB when they are first written, if it is that large. Otherwise
+/// [`use_huge_pages`] would copy all of it. If the system refuses, nothing changes.
+#[cfg(target_os = "linux")]
+pub(crate) fn expect_huge_pages(buf: &AlignedBuf) {
+    const PAGE: usize = 4 << 10;
+    if buf.len() < HUGE {
+        return;
+    }
+    // Whole pages, so that the system can join neighboring buffers to one mapping.
+    let start = buf.as_slice::<u8>().as_ptr().addr();
+    let (first, end) = (start / PAGE * PAGE, (start + buf.len()).next_multiple_of(PAGE));
+    // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
+    unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(first), end - first, libc::MADV_HUGEPAGE) };
+}
+
 /// Asks the system to back each 2 MiB block that `buf` touches with one page. If the system refuses (an old kernel,
 /// a block that extends beyond mapped memory, no free page), nothing changes.
 #[cfg(target_os = "linux")]
 pub(crate) fn use_huge_pages(buf: &AlignedBuf) {
-    const HUGE: usize = 2 << 20;
     let start = buf.as_slice::<u8>().as_ptr().addr();
     for block in (start / HUGE..(start + buf.len()).div_ceil(HUGE)).map(|i| i * HUGE) {
         let address = std::ptr::with_exposed_provenance_mut(block);
@@ -26,3 +43,7 @@ pub(crate) fn use_huge_pages(buf: &AlignedBuf) {
 /// Other systems choose page sizes themselves.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn use_huge_pages(_: &AlignedBuf) {}
+
+/// Other systems choose page sizes themselves.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn expect_huge_pages(_: &AlignedBuf) {}
