@@ -163,8 +163,9 @@ impl Target {
                 let wrapped = include_bytes!("../../tests/data/goldens/qwen3_5_moe_bf16/config.json");
                 let hybrid = include_bytes!("../../tests/data/goldens/qwen3_next_bf16/config.json");
                 let short_conv = include_bytes!("../../tests/data/goldens/lfm2_bf16/config.json");
+                let gemma4 = include_bytes!("../../tests/data/goldens/gemma4_bf16/config.json");
                 let sigmoid = include_bytes!("../../tests/data/goldens/lfm2_moe_bf16/config.json");
-                seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid].map(<[u8]>::to_vec));
+                seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid, gemma4].map(<[u8]>::to_vec));
                 let quantized = [fp8(), packed(), gpt_oss::folder(true)];
                 seeds.extend(quantized.map(|folder| serde_json::to_vec(&folder.config).expect("it is JSON")));
                 seeds

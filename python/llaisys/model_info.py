@@ -68,7 +68,8 @@ class ModelInfo:
     - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
       of all layers.
     - `state_bytes`: size of the recurrent state of one sequence; 0 without recurrent layers.
-      `recurrent_width`: activations (float32) of one row that only these layers need. `journal_width`:
+      `recurrent_width`: activations (float32) of one row that only these layers, or the per-layer inputs
+      of Gemma 4, need. `journal_width`:
       numbers (float32) that they record of one row of a sequence with drafts.
     - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
       `repetition_penalty`).

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 500
-MAX_TREE_MIB = 30
+MAX_TREE_MIB = 40
 CODE = {".rs", ".py", ".pyi", ".js", ".ts", ".svelte", ".css", ".sh", ".cu", ".cuh", ".h"}
 
 

@@ -21,7 +21,8 @@ from runner import LOGITS, Runner
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 # Folder and `max_model_len`. The context chooses the factors of LongRoPE; the other mechanisms are heads that
 # are rotated in part, layers without rotation, layers rotated in two ways, queries scaled by position,
-# pairs of neighbors, and attention sinks with a window in every other layer.
+# pairs of neighbors, attention sinks with a window in every other layer, and heads of two widths with layers
+# that read the keys and values of others.
 MODELS = [
     ("phi4_mini_bf16", 112),
     ("phi4_mini_bf16", 176),
@@ -35,6 +36,8 @@ MODELS = [
     ("llama_bias_bf16", 112),
     ("gpt_oss_bf16", 112),
     ("gpt_oss_mxfp4", 112),
+    ("gemma4_bf16", 112),
+    ("gemma4_moe_bf16", 112),
 ]
 NAMES = ["chunked", "preempted", "prefixes evicted", "two KV streams"]
 N_REQUESTS = 24

@@ -61,7 +61,8 @@ def test_goldens_cover_every_family_and_layout() -> None:
     hybrids = ["lfm2_bf16", "lfm2_moe_bf16", "qwen3_5_bf16", "qwen3_5_moe_bf16", "qwen3_next_bf16"]
     # Their GGUF files: crates/llaisys-core/tests/load/gpt_oss.rs
     gpt_oss = ["gpt_oss_bf16", "gpt_oss_mxfp4"]
-    others = ["draft_qwen2_bf16", "qwen3_moe_bf16", *gpt_oss]
+    gemma4 = ["gemma4_bf16", "gemma4_moe_bf16"]
+    others = ["draft_qwen2_bf16", "qwen3_moe_bf16", *gemma4, *gpt_oss]
     assert sorted([*others, *forms, *hybrids, *NEW_FAMILIES]) == SLIM
 
 

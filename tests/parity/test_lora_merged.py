@@ -22,6 +22,8 @@ GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "ernie4_5_bf16": SEPARATE,
+    "gemma4_bf16": SEPARATE,
+    "gemma4_moe_bf16": SEPARATE,
     "glm4_bf16": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
     "granite4_bf16": SEPARATE,
     "lfm2_bf16": ("q_proj", "k_proj", "v_proj", "self_attn.out_proj", "w1", "w2", "w3"),

@@ -314,6 +314,8 @@ def test_predictions_change_nothing(
         ("lfm2_bf16", {"n_states_kept": 8}),
         ("lfm2_moe_bf16", {"n_states_kept": 3, "n_threads": 2}),
         ("gpt_oss_mxfp4", {"n_threads": 2}),
+        ("gemma4_bf16", {"n_threads": 2}),
+        ("gemma4_moe_bf16", {"kv_dtype": "int8"}),
     ],
 )
 def test_windows_experts_ranks_int8_cells_and_recurrent_layers(folder: str, context: dict[str, Any]) -> None:

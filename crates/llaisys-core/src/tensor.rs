@@ -201,6 +201,15 @@ unsafe impl Plain for f32 {}
 // SAFETY: a u16 in a transparent wrapper.
 unsafe impl Plain for half::f16 {}
 
+/// The key and value heads of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvHeads {
+    /// Heads of K and V.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub d_head: usize,
+}
+
 /// K and V of one layer, the cells of all streams, to read: `[cell][kv_head][d_head]` each. For int8 each head's scale
 /// follows it.
 #[derive(Debug, Clone, Copy)]

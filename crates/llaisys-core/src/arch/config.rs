@@ -1,17 +1,20 @@
 //! The checked hyper-parameters of a model, from any container.
 
+mod layers;
+
 use crate::arch::bounds::{D_FF_MAX, SCALE, bounded, check_id};
 use crate::arch::delta_net::DeltaNet;
 use crate::arch::experts::Experts;
+use crate::arch::gemma4::Gemma4;
 use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{LongRope, QueryScaling, RopeConfig};
 use crate::arch::row_map::RowMap;
 use crate::arch::short_conv::ShortConv;
 use crate::arch::spec::{ArchSpec, QkNorm};
-use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, NameTable, WeightId};
+use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerInputWeight, LayerWeight, NameTable, WeightId};
 use crate::arch::wrapper::Wrapper;
 use crate::error::FormatError;
-use crate::ops::{ClampedSilu, Gate, HeadWidths};
+use crate::ops::{ClampedSilu, Gate, KvHeads};
 
 /// The hyper-parameters of the forward pass. Only [`crate::load::checkpoint::Checkpoint::open`] creates them, so every
 /// value is within the bounds below, `d_head` is even, `n_kv_heads` divides `n_heads`, and ids are below `vocab_size`.
@@ -81,6 +84,8 @@ pub struct ModelConfig {
     pub experts: Option<Experts>,
     /// Inner width of the expert that all tokens use.
     pub d_shared: Option<usize>,
+    /// The properties that only Gemma 4 has.
+    pub gemma4: Option<Gemma4>,
     /// The head is the embedding matrix.
     pub tied_head: bool,
     /// The q, k and v projections add a bias.
@@ -128,9 +133,11 @@ impl ModelConfig {
         bounded("the epsilon of the norms", f64::from(self.rms_eps), RMS_EPS.0, RMS_EPS.1)?;
         bounded("the rotated width of a head", self.d_rope as f64, 2.0, self.d_head as f64)?;
         let long_rope = self.long_rope.as_ref().map(|long| &long.rope);
-        for rope in [Some(&self.rope), long_rope, self.local_rope.as_ref()].into_iter().flatten() {
-            rope.check(self.d_rope)?;
+        for rope in [Some(&self.rope), long_rope].into_iter().flatten() {
+            rope.check(self.d_rope_full())?;
         }
+        self.local_rope.as_ref().map_or(Ok(()), |rope| rope.check(self.d_rope))?;
+        self.gemma4.map_or(Ok(()), |gemma4| self.check_gemma4(&gemma4))?;
         if let Some(scaling) = &self.query_scaling {
             scaling.check()?;
         }
@@ -196,11 +203,6 @@ impl ModelConfig {
         }
     }
 
-    /// The width of heads, and of their rotated part.
-    pub fn head_widths(&self) -> HeadWidths {
-        HeadWidths { d_head: self.d_head, d_rope: self.d_rope }
-    }
-
     /// The window of layer `index`; None if it sees all positions.
     pub fn window_of(&self, index: usize) -> Option<usize> {
         self.window.filter(|_| self.windowed[index])
@@ -229,6 +231,8 @@ impl ModelConfig {
             parts.into_iter().map(move |part| WeightId::Layer(index, part))
         });
         let head = (!self.tied_head).then_some(WeightId::LmHead);
+        let inputs = LayerInputWeight::ALL.into_iter().filter(|_| self.d_inputs() > 0);
+        let layers = inputs.map(WeightId::LayerInputs).chain(layers);
         [WeightId::Embed].into_iter().chain(layers).chain([WeightId::OutputNorm]).chain(head)
     }
 
@@ -242,24 +246,26 @@ impl ModelConfig {
         self.experts.filter(|experts| index >= experts.n_dense)
     }
 
-    /// Inner width of a dense feed-forward block.
+    /// True if layer `index` has a dense feed-forward block: instead of experts, or next to them.
+    pub fn has_dense(&self, index: usize) -> bool {
+        self.gemma4.is_some() || self.experts_of(index).is_none()
+    }
+
+    /// Inner width of a dense feed-forward block, except where they differ ([`ModelConfig::d_dense_of`]).
     pub fn d_dense(&self) -> usize {
         self.experts.map_or(self.d_ff, |experts| experts.d_dense)
     }
 
     /// Inner width of the widest feed-forward block or expert.
     pub fn d_ff_max(&self) -> usize {
-        self.d_ff.max(self.experts.filter(|experts| experts.n_dense > 0).map_or(0, |experts| experts.d_dense))
+        let dense =
+            (0..self.n_layers).filter(|&index| self.has_dense(index)).map(|index| self.d_dense_of(index));
+        dense.fold(self.d_ff, usize::max)
     }
 
     /// Recurrent layers.
     pub fn n_recurrent(&self) -> usize {
         self.recurrent.iter().filter(|&&recurrent| recurrent).count()
-    }
-
-    /// Layers with attention, which have keys and values.
-    pub fn n_attention(&self) -> usize {
-        self.n_layers - self.n_recurrent()
     }
 
     /// Numbers (f32) of the recurrent state of one sequence, all layers; 0 for a model without recurrent layers.
@@ -272,10 +278,11 @@ impl ModelConfig {
         self.recurrent_layer.map_or(0, |layer| self.n_recurrent() * layer.journal_width())
     }
 
-    /// Activations of one row that only a model with recurrent layers needs; 0 for the others.
+    /// Activations of one row that only a model with recurrent layers or with inputs of layers needs; 0 for the others.
     pub fn recurrent_width(&self) -> usize {
         let layer = self.recurrent_layer.map_or(0, |layer| layer.row_width());
-        layer + if self.has_attn_gate() { self.n_heads * self.d_head } else { 0 }
+        let gate = if self.has_attn_gate() { self.n_heads * self.d_head } else { 0 };
+        layer + gate + self.gemma4_width()
     }
 
     /// The recurrent layers, if they are of this kind.
@@ -302,15 +309,20 @@ impl ModelConfig {
     /// True if layer `index` has this weight.
     fn has(&self, index: usize, part: LayerWeight) -> bool {
         let (has_attention, experts) = (!self.is_recurrent(index), self.experts_of(index));
+        let has_kv = has_attention && self.kv_source(index) == index;
         match part {
             LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
             LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
             LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => self.qkv_bias && has_attention,
+            LayerWeight::K => has_kv,
+            LayerWeight::V => has_kv && self.has_v(index),
+            LayerWeight::KNorm => self.qk_norm && has_kv,
+            LayerWeight::Gemma4(part) => self.gemma4.is_some_and(|g| g.has(part, experts.is_some())),
             LayerWeight::OBias => self.o_bias && has_attention,
             LayerWeight::GateBias | LayerWeight::UpBias | LayerWeight::DownBias => self.mlp_bias,
-            LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm && has_attention,
+            LayerWeight::QNorm => self.qk_norm && has_attention,
             LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
-                experts.is_none()
+                self.has_dense(index)
             }
             LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => experts.is_some(),
             LayerWeight::ExpertsGateUp => experts.is_some(),
@@ -320,9 +332,7 @@ impl ModelConfig {
             LayerWeight::Sinks => self.arch.attn_sinks && has_attention,
             LayerWeight::RouterBias => experts.is_some_and(|experts| experts.has_bias),
             LayerWeight::Shared(_) | LayerWeight::SharedScale => self.d_shared.is_some() && experts.is_some(),
-            LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => {
-                has_attention
-            }
+            LayerWeight::Qkv | LayerWeight::Q | LayerWeight::O => has_attention,
             LayerWeight::QAndGate | LayerWeight::AttnGate => has_attention,
             LayerWeight::Delta(_) | LayerWeight::ShortConv(_) => !has_attention,
         }
@@ -407,16 +417,19 @@ impl ModelConfig {
 
     /// The shape of a weight, slowest dimension first.
     pub fn shape(&self, id: WeightId) -> Vec<usize> {
-        let (d, q) = (self.d_model, self.n_heads * self.d_head);
-        let kv = self.n_kv_heads * self.d_head;
+        let index = if let WeightId::Layer(index, _) = id { index } else { 0 };
+        let KvHeads { n_kv_heads, d_head } = self.kv_heads(index);
+        let (d, q, kv) = (self.d_model, self.n_heads * d_head, n_kv_heads * d_head);
+        let d_dense = self.d_dense_of(index);
         let qk_norm = |projection| match self.arch.qk_norm {
             QkNorm::Projection => projection,
-            QkNorm::Head | QkNorm::RotatedHead | QkNorm::None => self.d_head,
+            QkNorm::Head | QkNorm::RotatedHead | QkNorm::None => d_head,
         };
         let n_experts = self.experts.map_or(0, |experts| experts.n);
         match id {
             WeightId::Embed | WeightId::LmHead => vec![self.vocab_size, d],
             WeightId::OutputNorm => vec![d],
+            WeightId::LayerInputs(part) => self.layer_inputs_shape(part),
             WeightId::Layer(_, part) => match part {
                 LayerWeight::AttnNorm | LayerWeight::AttnPostNorm => vec![d],
                 LayerWeight::FfnNorm | LayerWeight::FfnPostNorm => vec![d],
@@ -428,12 +441,12 @@ impl ModelConfig {
                 LayerWeight::KBias | LayerWeight::VBias => vec![kv],
                 LayerWeight::O => vec![d, q],
                 LayerWeight::OBias | LayerWeight::DownBias => vec![d],
-                LayerWeight::GateBias | LayerWeight::UpBias => vec![self.d_dense()],
+                LayerWeight::GateBias | LayerWeight::UpBias => vec![d_dense],
                 LayerWeight::QNorm => vec![qk_norm(q)],
                 LayerWeight::KNorm => vec![qk_norm(kv)],
-                LayerWeight::GateUp => vec![2 * self.d_dense(), d],
-                LayerWeight::Gate | LayerWeight::Up => vec![self.d_dense(), d],
-                LayerWeight::Down => vec![d, self.d_dense()],
+                LayerWeight::GateUp => vec![2 * d_dense, d],
+                LayerWeight::Gate | LayerWeight::Up => vec![d_dense, d],
+                LayerWeight::Down => vec![d, d_dense],
                 LayerWeight::Router => vec![n_experts, d],
                 LayerWeight::RouterBias | LayerWeight::RouterProjectionBias => vec![n_experts],
                 LayerWeight::ExpertsBias(matrix) => vec![n_experts, self.expert_shape(matrix)[0]],
@@ -450,6 +463,7 @@ impl ModelConfig {
                     if matrix == ExpertPart::Down { vec![d, d_shared] } else { vec![d_shared, d] }
                 }
                 LayerWeight::SharedScale => vec![1, d],
+                LayerWeight::Gemma4(part) => self.gemma4_shape(part),
                 LayerWeight::Delta(part) => self.delta_net().expect(RECURRENT).shape(part, d),
                 LayerWeight::ShortConv(part) => self.short_conv().expect(RECURRENT).shape(part),
             },

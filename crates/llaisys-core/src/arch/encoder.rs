@@ -284,7 +284,7 @@ impl EncoderConfig {
             return Err(uneven("the head width", self.d_head(), "a pair", 2).into());
         }
         if self.d_head() > MAX_D_HEAD {
-            return Err(Unsupported::feature("the head width", self.d_head(), "up to 256").into());
+            return Err(Unsupported::feature("the head width", self.d_head(), "up to 512").into());
         }
         Ok(())
     }

@@ -128,7 +128,7 @@ pub enum RopeScaling {
         /// Cosine and sine are multiplied by this.
         amplitude: f64,
     },
-    /// The frequency of each pair is divided by its own factor.
+    /// The frequency of each pair is divided by its own factor; pairs with a factor of [`NOT_TURNED`] are not rotated.
     PerPair {
         /// `[d_rope / 2]`; empty until the tensor with the factors is read.
         factors: Vec<f32>,
@@ -136,6 +136,9 @@ pub enum RopeScaling {
         amplitude: f64,
     },
 }
+
+/// The factor of pairs that are not rotated.
+pub const NOT_TURNED: f32 = 1e30;
 
 const FACTOR: (f64, f64) = (1e-3, 1e6);
 const POSITIONS: (f64, f64) = (1.0, (1 << 24) as f64);
@@ -180,7 +183,8 @@ impl RopeConfig {
                     let (what, other) = ("the number of rope factors", "half the rotated width of a head");
                     return Err(FormatError::Disagree { what, got: got as u64, other, want: want as u64 });
                 }
-                factors.iter().try_for_each(|&factor| within("a rope factor", f64::from(factor), FACTOR))
+                let mut turned = factors.iter().filter(|&&factor| factor != NOT_TURNED);
+                turned.try_for_each(|&factor| within("a rope factor", f64::from(factor), FACTOR))
             }
         }
     }
@@ -210,7 +214,11 @@ impl RopeConfig {
                 })
             }
             RopeScaling::PerPair { factors, amplitude } => {
-                plain.scaled(*amplitude as f32, |i, f| f / f64::from(factors[i]))
+                let is_turned = |i: usize| factors[i] != NOT_TURNED;
+                plain.scaled(
+                    *amplitude as f32,
+                    |i, f| if is_turned(i) { f / f64::from(factors[i]) } else { 0.0 },
+                )
             }
         }
     }

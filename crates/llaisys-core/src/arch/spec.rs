@@ -1,6 +1,7 @@
 //! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
 //! if no existing one fits.
 
+mod gemma;
 mod gpt_oss;
 mod liquid;
 mod qwen;
@@ -17,12 +18,15 @@ use crate::arch::weight_id::{
 use crate::error::Unsupported;
 use crate::ops::ValueOrder;
 
+pub use gemma::{GEMMA2, GEMMA3, GEMMA4, GEMMA4_MOE};
 pub use gpt_oss::GPT_OSS;
 pub use liquid::{LFM2, LFM2_MOE};
 pub use qwen::{QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT};
 pub use rules::{Activation, ExpertKeys, QkNorm, QueryScalar, RopeRows, SoftCap, WindowRule};
 
-pub use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
+pub use crate::arch::weight_id::{
+    DeltaWeight, ExpertPart, Gemma4Weight, LayerInputWeight, LayerWeight, ShortConvWeight, WeightId,
+};
 
 /// The properties of one architecture that the forward pass and the loaders use.
 #[derive(Debug)]
@@ -82,6 +86,9 @@ pub struct ArchSpec {
     pub adjusts_d_ff: bool,
     /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
+    /// Layers have two kinds of heads, normalized values, a factor of their output, and what else
+    /// [`Gemma4`](crate::arch::gemma4::Gemma4) states.
+    pub gemma4: bool,
     /// The kind of the layers that are recurrent instead of attention.
     pub recurrent: Option<RecurrentKind>,
     /// The order of value heads of recurrent layers in a GGUF file.
@@ -130,6 +137,7 @@ pub const LLAMA: ArchSpec = ArchSpec {
     d_ff_key: "intermediate_size",
     adjusts_d_ff: false,
     experts: None,
+    gemma4: false,
     recurrent: None,
     gguf_value_order: ValueOrder::Grouped,
     shared_expert: false,
@@ -286,41 +294,6 @@ pub const HUNYUAN_DENSE: ArchSpec = ArchSpec {
     ..LLAMA
 };
 
-/// Gemma 2.
-pub const GEMMA2: ArchSpec = ArchSpec {
-    architecture: "Gemma2ForCausalLM",
-    model_type: "gemma2",
-    gguf_architecture: "gemma2",
-    biases: Biases::ATTENTION,
-    post_norms: true,
-    folder_norm_offset: 1.0,
-    activation: Activation::GeluTanh,
-    d_head_default: Some(256),
-    tied_default: true,
-    embed_sqrt: true,
-    query_scalar: Some(QueryScalar { default: 256, layers_by_width: 46 }),
-    attn_soft_cap: SoftCap::Stated(Some(50.0)),
-    logit_soft_cap: SoftCap::Stated(Some(30.0)),
-    window: WindowRule::AllButEvery(2),
-    gguf_rope_rows: RopeRows::HalfSplit,
-    folder_names: &FOUR_NORM_FOLDER_NAMES,
-    ..LLAMA
-};
-
-/// Gemma 3, the text model.
-pub const GEMMA3: ArchSpec = ArchSpec {
-    architecture: "Gemma3ForCausalLM",
-    model_type: "gemma3_text",
-    gguf_architecture: "gemma3",
-    qk_norm: QkNorm::Head,
-    query_scalar: Some(QueryScalar { default: 256, layers_by_width: 62 }),
-    attn_soft_cap: SoftCap::Unsupported,
-    logit_soft_cap: SoftCap::Stated(None),
-    window: WindowRule::AllButEvery(6),
-    rope: RopeRules { theta_default: 1e6, local: LocalRope::Base(1e4), ..RopeRules::PLAIN },
-    ..GEMMA2
-};
-
 /// Mixtral. The architecture of its GGUF files is "llama".
 pub const MIXTRAL: ArchSpec = ArchSpec {
     architecture: "MixtralForCausalLM",
@@ -335,7 +308,7 @@ pub const MIXTRAL: ArchSpec = ArchSpec {
 };
 
 /// Every supported architecture.
-pub static ARCHITECTURES: [ArchSpec; 25] = [
+pub static ARCHITECTURES: [ArchSpec; 27] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -353,6 +326,8 @@ pub static ARCHITECTURES: [ArchSpec; 25] = [
     HUNYUAN_DENSE,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_MOE,
     MIXTRAL,
     QWEN3_MOE,
     QWEN3_5,
@@ -372,6 +347,13 @@ pub fn find(name: &str, spelling: fn(&ArchSpec) -> &'static str) -> Result<&'sta
         names.dedup();
         Unsupported::Architecture { name: name.to_owned(), supported: names.join(", ") }
     })
+}
+
+/// Returns the row with or without experts of an architecture with one for each, or `arch` if it has only one.
+pub fn with_experts(arch: &'static ArchSpec, has_experts: bool) -> &'static ArchSpec {
+    let same =
+        |other: &&ArchSpec| other.architecture == arch.architecture && other.experts.is_some() == has_experts;
+    ARCHITECTURES.iter().find(same).unwrap_or(arch)
 }
 
 /// Returns the row of a GGUF architecture with or without experts, and with windows in some layers if there is one and

@@ -1,8 +1,10 @@
 //! Ids of the weights of a model, and their names in each container.
 
+mod gemma4;
 mod gpt_oss;
 mod hybrid;
 
+pub use gemma4::{GEMMA4_FOLDER_NAMES, Gemma4Weight, LayerInputWeight};
 pub use gpt_oss::{GPT_OSS_FOLDER_NAMES, GPT_OSS_GGUF_NAMES};
 pub use hybrid::{
     LFM2_FOLDER_NAMES, LFM2_GGUF_NAMES, QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES,
@@ -18,6 +20,8 @@ pub enum WeightId {
     OutputNorm,
     /// The head, `[vocab_size, d_model]`; absent where it is tied to the embeddings.
     LmHead,
+    /// A weight of the inputs of all layers.
+    LayerInputs(LayerInputWeight),
     /// A weight of layer `.0`.
     Layer(usize, LayerWeight),
 }
@@ -99,6 +103,8 @@ pub enum LayerWeight {
     Delta(DeltaWeight),
     /// A weight of a gated short convolution.
     ShortConv(ShortConvWeight),
+    /// A weight that only Gemma 4 has.
+    Gemma4(Gemma4Weight),
 }
 
 /// One weight of a gated short convolution.
@@ -208,6 +214,8 @@ pub struct NameTable {
     pub output_norm: &'static str,
     /// Name of [`WeightId::LmHead`].
     pub lm_head: &'static str,
+    /// Names of the weights of the inputs of all layers.
+    pub layer_inputs: &'static [(LayerInputWeight, &'static str)],
     /// Prefix before the layer's number and a dot.
     pub layer: &'static str,
     /// Endings after them, for each weight.
@@ -263,6 +271,7 @@ pub const FOLDER_NAMES: NameTable = NameTable {
     rope_factors_long: "",
     output_norm: "model.norm.weight",
     lm_head: "lm_head.weight",
+    layer_inputs: &[],
     layer: "model.layers.",
     in_layer: &[TWO_NORMS, ATTENTION, QK_NORMS, FEED_FORWARD],
     // Old checkpoints saved the rope frequencies, which follow from the configuration.
@@ -385,6 +394,7 @@ pub const GGUF_NAMES: NameTable = NameTable {
     rope_factors_long: "",
     output_norm: "output_norm.weight",
     lm_head: "output.weight",
+    layer_inputs: &[],
     layer: "blk.",
     in_layer: &[GGUF_NORMS, GGUF_ATTENTION, GGUF_FEED_FORWARD],
     ignored_endings: &[],
@@ -440,6 +450,10 @@ impl NameTable {
             WeightId::Embed => Some(self.embed.to_owned()),
             WeightId::OutputNorm => Some(self.output_norm.to_owned()),
             WeightId::LmHead => Some(self.lm_head.to_owned()),
+            WeightId::LayerInputs(part) => {
+                let (_, name) = self.layer_inputs.iter().find(|(named, _)| *named == part)?;
+                Some((*name).to_owned())
+            }
             WeightId::Layer(layer, part) => {
                 let (named, expert) = match part {
                     LayerWeight::Expert(expert, matrix) => (LayerWeight::Expert(0, matrix), expert),

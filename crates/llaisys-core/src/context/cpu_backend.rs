@@ -18,7 +18,7 @@ use crate::forward::weights::{PackSettings, Replacement, Weights};
 use crate::kv::{Copies, StateStorage, Storage, n_states};
 use crate::load::checkpoint::Checkpoint;
 use crate::ops::dispatch::Kernels;
-use crate::ops::{OpContext, PrunedArgmaxScratch, rope_shift};
+use crate::ops::{KvHeads, OpContext, PrunedArgmaxScratch, rope_shift};
 use crate::progress::Progress;
 use crate::tensor::{KvLayer, KvLayerMut};
 use crate::threads::{Pool, usable_cpus};
@@ -98,8 +98,8 @@ impl Rank {
         if config.max_loras > 0 {
             work = work.with_lora(model, config.n_batch, config.max_lora_rank)?;
         }
-        let storage =
-            Storage::new(model.n_attention(), config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        let heads: Vec<KvHeads> = model.kv_layers().map(|index| model.kv_heads(index)).collect();
+        let storage = Storage::new(&heads, config.n_cells, kv_dtype)?;
         let state_len = model.recurrent_layer.map_or(0, |layer| layer.state_len());
         let n_states = n_states(config.n_seq_max, config.n_states_kept);
         let states = StateStorage::new(model.n_recurrent(), n_states, state_len)?;
@@ -255,9 +255,7 @@ impl Backend for CpuBackend {
 
     fn shift_cells(&mut self, cells: &[u32], delta: i32) -> Result<()> {
         for Rank { decoder, ops, storage, .. } in &mut self.ranks {
-            let config = decoder.config();
-            let layers = (0..config.n_layers).filter(|&layer| !config.is_recurrent(layer));
-            for (number, layer) in layers.enumerate() {
+            for (number, layer) in decoder.config().kv_layers().enumerate() {
                 if let Some(rope) = decoder.rope(layer) {
                     rope_shift(ops, storage.layer_mut(number), cells, delta, rope);
                 }

@@ -10,8 +10,8 @@ use crate::kv::Storage;
 use crate::load::encoder::EncoderCheckpoint;
 use crate::load::folder::{CONFIG_FILE, ModelFolder};
 use crate::load::weight_format::quantizes;
-use crate::ops::OpContext;
 use crate::ops::dispatch::Kernels;
+use crate::ops::{KvHeads, OpContext};
 use crate::progress::Progress;
 use crate::tensor::{KvLayer, KvLayerMut};
 use crate::threads::Pool;
@@ -94,7 +94,8 @@ impl EncoderContext {
         let (config, n) = (encoder.config(), settings.n_batch);
         let ops = OpContext::new(kernels, pool, n, config.d_model.max(config.d_ff))?;
         let work = EncoderWorkspace::new(config, n)?;
-        let storage = Storage::new(1, n, config.n_heads, config.d_head(), KvDType::Float32)?;
+        let heads = KvHeads { n_kv_heads: config.n_heads, d_head: config.d_head() };
+        let storage = Storage::new(&[heads], n, KvDType::Float32)?;
         Ok(Self { encoder, settings, ops, work, storage, progress })
     }
 

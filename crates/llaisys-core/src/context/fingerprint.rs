@@ -5,6 +5,7 @@ use super::ContextConfig;
 use crate::arch::config::ModelConfig;
 use crate::arch::delta_net::DeltaNet;
 use crate::arch::experts::Experts;
+use crate::arch::gemma4::{Gemma4, Placeholders};
 use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::rope::{QueryScaling, RopeConfig, RopeScaling};
 use crate::arch::short_conv::ShortConv;
@@ -12,7 +13,7 @@ use crate::arch::spec::{Activation, ArchSpec, QkNorm, RopeRows};
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::Result;
 use crate::load::checkpoint::Checkpoint;
-use crate::ops::{ClampedSilu, DeltaHeads, Gate, ValueOrder};
+use crate::ops::{ClampedSilu, DeltaHeads, Gate, KvHeads, ValueOrder};
 use std::fmt::Display;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -126,6 +127,7 @@ impl Text {
             gate,
             experts,
             d_shared,
+            gemma4,
             tied_head,
             qkv_bias,
             o_bias,
@@ -183,6 +185,9 @@ impl Text {
         if let Some(d_shared) = d_shared {
             self.put("d_shared", d_shared);
         }
+        if let Some(gemma4) = gemma4 {
+            self.gemma4(gemma4);
+        }
         if let Some(layer) = recurrent_layer {
             self.recurrent_layer(layer);
             self.layers("recurrent", recurrent);
@@ -214,6 +219,17 @@ impl Text {
         if *n_dense > 0 {
             self.put("dense_layers", format_args!("{n_dense} {d_dense}"));
         }
+    }
+
+    fn gemma4(&mut self, gemma4: &Gemma4) {
+        let Gemma4 { full_heads, values_are_keys, n_shared, widens_shared, d_input, placeholders } = gemma4;
+        let KvHeads { n_kv_heads, d_head } = full_heads;
+        self.put("full_heads", format_args!("{n_kv_heads} {d_head}"));
+        self.put("values_are_keys", values_are_keys);
+        self.put("kv_shared", format_args!("{n_shared} {widens_shared}"));
+        self.put("d_input", d_input);
+        let Placeholders { ids, embeds_as } = placeholders;
+        ids.iter().flatten().for_each(|id| self.put("placeholder", format_args!("{id} {embeds_as}")));
     }
 
     fn recurrent_layer(&mut self, layer: &RecurrentLayer) {

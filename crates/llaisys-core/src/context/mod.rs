@@ -263,6 +263,7 @@ impl Context {
         let of_model = match self.model.recurrent_layer {
             Some(_) => Some("weights of a model with recurrent layers"),
             None if self.model.arch.attn_sinks => Some("weights of a model with attention sinks"),
+            None if self.model.gemma4.is_some() => Some("weights of a model with heads of two widths"),
             None => None,
         };
         if let Some(stored) = of_model {
@@ -297,9 +298,9 @@ impl Context {
 
 /// Rejects settings out of their bounds, and a model that the kernels cannot run.
 pub(crate) fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
-    if model.d_head > MAX_D_HEAD {
-        let (what, value) = ("the head width", model.d_head.to_string());
-        return Err(Unsupported::Feature { what, value, supported: "up to 256" }.into());
+    if model.d_head_max() > MAX_D_HEAD {
+        let (what, value) = ("the head width", model.d_head_max().to_string());
+        return Err(Unsupported::Feature { what, value, supported: "up to 512" }.into());
     }
     let counts = [
         ("n_batch", config.n_batch, i32::MAX as usize),

@@ -36,11 +36,13 @@ impl Decoder {
         if !rows.lora.is_some_and(|pass| pass.changes(layer, at)) {
             return ops::linear_gated(cx, input, part, inner);
         }
+        let (n, d_dense) = (input.len() / self.config().d_model, self.config().d_dense_of(layer));
+        let gate_up = &mut gate_up[..n * ops::gate_up_rows(d_dense)];
         let weight = ops::LinearPart { weight: part.gate_up, bias: None };
         ops::linear(cx, input, &[weight], &mut [&mut *gate_up]);
         let projections = LoraProjections { layer, at, input, scratch };
         self.add_lora(cx, rows, projections, LoraOutputs::GateUp(&mut *gate_up));
         let sums = GatedSums { gate_up, bias: part.bias, gate: part.gate };
-        ops::gate(cx, sums, self.config().d_dense(), inner);
+        ops::gate(cx, sums, d_dense, inner);
     }
 }

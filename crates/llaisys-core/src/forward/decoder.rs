@@ -1,24 +1,21 @@
 //! The forward pass: one list of op calls for every architecture, in the order of the papers. Models are transformers
 //! with rotary positions, grouped queries and a gated feed-forward block (arXiv:2302.13971, arXiv:2305.13245), with
 //! norms before or after each block, with or without experts (arXiv:2401.04088) and recurrent layers (`delta_net`,
-//! `short_conv`).
+//! `short_conv`). What only Gemma 4 has is in `gemma4`.
 //!
 //! In a model that is split ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are
 //! summed where they join the residual stream, of which every rank has all columns.
 
 use super::journal::Journal;
 use super::lora::{GatedLayer, LoraAt, LoraPass, LoraProjections};
-use super::workspace::{Activations, ExpertRows};
+use super::workspace::{Activations, MixtureRows, QkvRows};
 use crate::arch::config::ModelConfig;
-use crate::arch::experts::Experts;
 use crate::arch::spec::QkNorm;
 use crate::error::DeviceError;
-use crate::forward::weights::{
-    Attention, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert, Weights,
-};
+use crate::forward::weights::{Attention, FeedForward, LayerWeights, Mixer, Projection, Weights};
 use crate::ops::{
-    self, AttentionRows, Gate, LoraOutputs, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows,
-    RopeTable, Routing, Scoring,
+    self, AttentionRows, Gate, KvHeads, LoraOutputs, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows,
+    RopeTable, Scoring,
 };
 use crate::tensor::{KvLayer, KvLayerMut};
 
@@ -70,16 +67,22 @@ pub struct Decoder {
     /// The table of layers with a window, where it differs.
     local_rope: Option<RopeTable>,
     gate: Gate,
+    /// The number, among the layers of the cache, of the one that each layer reads. `[n_layers]`
+    kv_numbers: Vec<usize>,
 }
 
 impl Decoder {
     /// Combines packed weights with their configuration: the model's, or a rank's of
     /// [`crate::forward::shard::Shard::config`].
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
-        let rope = config.rope.table(config.d_rope);
+        let rope = config.rope.table(config.d_rope_full());
         let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_rope));
         let gate = config.gate;
-        Self { config, weights, rope, local_rope, gate }
+        let own: Vec<usize> = config.kv_layers().collect();
+        // Recurrent layers read none, and have any number.
+        let number = |index| own.partition_point(|&layer| layer < config.kv_source(index));
+        let kv_numbers = (0..config.n_layers).map(number).collect();
+        Self { config, weights, rope, local_rope, gate, kv_numbers }
     }
 
     /// The configuration of the model.
@@ -108,9 +111,11 @@ impl Decoder {
         kv: &mut dyn KvLayers,
         work: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let w = work.rows(rows.tokens.len());
-        self.embed(cx, rows.tokens, w.x)?;
+        let mut w = work.rows(rows.tokens.len());
+        let tokens = &*self.embedded(rows.tokens);
+        self.embed(cx, tokens, w.x)?;
         ops::scale(cx, w.x, self.config.embed_scale);
+        self.layer_inputs(cx, tokens, w.x, &mut w.gemma4);
         self.rope.angles(rows.positions, w.cos, w.sin);
         if let Some(rope) = &self.local_rope {
             rope.angles(rows.positions, w.local_cos, w.local_sin);
@@ -119,7 +124,7 @@ impl Decoder {
             scaling.factors(rows.positions, w.query_factors);
         }
         let mut pass = Pass { rows, kv, w };
-        let (mut n_attention, mut n_recurrent) = (0, 0);
+        let mut n_recurrent = 0;
         for (index, layer) in self.weights.layers.iter().enumerate() {
             pass.kv.begin_layer();
             match &layer.mixer {
@@ -134,11 +139,11 @@ impl Decoder {
                     n_recurrent += 1;
                 }
                 Mixer::Attention(weights) => {
-                    self.attention(cx, LayerNumber { index, of_kind: n_attention }, weights, &mut pass)?;
-                    n_attention += 1;
+                    self.attention(cx, index, weights, &mut pass)?;
                 }
             }
             self.feed_forward(cx, index, layer, &mut pass)?;
+            self.add_input(cx, index, layer, &mut pass)?;
         }
         Ok(())
     }
@@ -165,57 +170,78 @@ impl Decoder {
     fn attention(
         &self,
         cx: &mut OpContext,
-        LayerNumber { index, of_kind }: LayerNumber,
+        index: usize,
         weights: &Attention,
         pass: &mut Pass<'_>,
     ) -> Result<(), DeviceError> {
         let (config, layer) = (&self.config, &self.weights.layers[index]);
         let (rows, w) = (pass.rows, &mut pass.w);
         let input = normalized(cx, layer.attn_norm.as_ref(), config.rms_eps, w.x, w.normed);
-        let qkv = [weights.q.part(), weights.k.part(), weights.v.part()];
-        ops::linear(cx, input, &qkv, &mut [&mut *w.q, &mut *w.k, &mut *w.v]);
+        let Qkv { q, k, v, attended } = Qkv::new(config, index, rows.tokens.len(), &mut w.qkv);
+        match (&weights.k, &weights.v) {
+            (Some(w_k), Some(w_v)) => {
+                let parts = [weights.q.part(), w_k.part(), w_v.part()];
+                ops::linear(cx, input, &parts, &mut [&mut *q, &mut *k, &mut *v]);
+            }
+            (Some(w_k), None) => {
+                ops::linear(cx, input, &[weights.q.part(), w_k.part()], &mut [&mut *q, &mut *k]);
+            }
+            _ => ops::linear(cx, input, &[weights.q.part()], &mut [&mut *q]),
+        }
         if let Some(weight) = &weights.gate {
             ops::linear(cx, input, &[ops::LinearPart { weight, bias: None }], &mut [&mut *w.attn_gate]);
         }
         let projections =
             LoraProjections { layer: index, at: LoraAt::Attention, input, scratch: w.lora_hidden };
-        let outputs = &mut [&mut *w.q, &mut *w.k, &mut *w.v, &mut *w.attn_gate];
+        let outputs = &mut [&mut *q, &mut *k, &mut *v, &mut *w.attn_gate];
         self.add_lora(cx, rows, projections, LoraOutputs::Separate(outputs));
+        if let (Some(_), None) = (&weights.k, &weights.v) {
+            v.copy_from_slice(k);
+        }
         let norms_rotated = config.arch.qk_norm == QkNorm::RotatedHead;
         if !norms_rotated {
-            self.normalize_heads(cx, weights, w);
+            self.normalize_heads(cx, weights, q, k);
+        }
+        if let Some(v_norm) = &weights.v_norm {
+            ops::rms_norm_in_place(cx, v, v_norm, config.rms_eps);
         }
         if config.rotated[index] {
             let is_local = config.windowed[index] && self.local_rope.is_some();
             let (cos, sin) = if is_local { (&*w.local_cos, &*w.local_sin) } else { (&*w.cos, &*w.sin) };
-            ops::rope(cx, w.q, config.head_widths(), cos, sin);
-            ops::rope(cx, w.k, config.head_widths(), cos, sin);
+            ops::rope(cx, q, config.head_widths(index), cos, sin);
+            if !k.is_empty() {
+                ops::rope(cx, k, config.head_widths(index), cos, sin);
+            }
         }
         if norms_rotated {
-            self.normalize_heads(cx, weights, w);
+            self.normalize_heads(cx, weights, q, k);
         }
         if config.query_scaling.is_some() {
-            ops::scale_rows(cx, w.q, w.query_factors);
+            ops::scale_rows(cx, q, w.query_factors);
         }
-        ops::kv_store(cx, pass.kv.layer_mut(of_kind), rows.cells, w.k, w.v);
+        let cells = self.kv_numbers[index];
+        if weights.k.is_some() {
+            ops::kv_store(cx, pass.kv.layer_mut(cells), rows.cells, k, v);
+        }
         let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
         let seen = rows.windowed.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
-        let queries = Queries { q: w.q, scoring, sinks: weights.sinks.as_deref() };
-        ops::attention(cx, queries, pass.kv.layer(of_kind), seen, w.attended);
+        let queries = Queries { q, scoring, sinks: weights.sinks.as_deref() };
+        ops::attention(cx, queries, pass.kv.layer(cells), seen, attended);
         if weights.gate.is_some() {
-            ops::sigmoid_gate(cx, w.attended, w.attn_gate);
+            ops::sigmoid_gate(cx, attended, w.attn_gate);
         }
         let lora = BranchLora { rows, layer: index, at: LoraAt::Attended, scratch: w.lora_hidden };
         let norm = layer.attn_post_norm.as_ref();
-        let branch = Branch { input: w.attended, projection: &weights.o, norm, lora: Some(lora) };
+        let branch = Branch { input: attended, projection: &weights.o, norm, lora: Some(lora) };
         self.add_projection(cx, branch, w.x, w.normed)
     }
 
     /// Normalizes queries and keys, if the model does.
-    fn normalize_heads(&self, cx: &OpContext, weights: &Attention, w: &mut Activations<'_>) {
-        if let (Some(q_norm), Some(k_norm)) = (&weights.q_norm, &weights.k_norm) {
-            ops::rms_norm_in_place(cx, w.q, q_norm, self.config.rms_eps);
-            ops::rms_norm_in_place(cx, w.k, k_norm, self.config.rms_eps);
+    fn normalize_heads(&self, cx: &OpContext, weights: &Attention, q: &mut [f32], k: &mut [f32]) {
+        for (x, norm) in [(q, &weights.q_norm), (k, &weights.k_norm)] {
+            if let Some(norm) = norm {
+                ops::rms_norm_in_place(cx, x, norm, self.config.rms_eps);
+            }
         }
     }
 
@@ -230,71 +256,28 @@ impl Decoder {
         let (rows, w) = (pass.rows, &mut pass.w);
         let input = normalized(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, w.x, w.normed);
         let norm = layer.ffn_post_norm.as_ref();
-        match (&layer.feed_forward, self.config.experts) {
-            (FeedForward::Experts { router, bias, experts, shared }, Some(config)) => {
-                let (bias, shared) = (bias.as_deref(), shared.as_ref());
-                let mixture = Mixture { router, bias, experts, shared, config, input, inner: w.inner };
-                self.experts(cx, mixture, &mut w.experts);
+        match &layer.feed_forward {
+            FeedForward::Experts { dense: Some(dense), .. } => {
+                self.dense_and_experts(cx, index, dense, pass);
+                self.add_branch(cx, pass.w.experts.sum, norm, pass.w.x);
+                Ok(())
+            }
+            FeedForward::Experts { .. } => {
+                self.route(cx, layer, input, &mut w.experts);
+                self.experts(cx, layer, input, MixtureRows { inner: w.inner, rows: &mut w.experts });
                 cx.collective.all_reduce_sum(w.experts.sum)?;
                 self.add_branch(cx, w.experts.sum, norm, w.x);
                 Ok(())
             }
-            (FeedForward::Dense(mlp), _) => {
+            FeedForward::Dense(mlp) => {
                 let n = input.len() / self.config.d_model;
-                let inner = &mut w.inner[..n * self.config.d_dense()];
+                let inner = &mut w.inner[..n * self.config.d_dense_of(index)];
                 let (scratch, gate_up) = (&mut *w.lora_hidden, &mut *w.lora_gate_up);
                 self.gated(cx, rows, GatedLayer { layer: index, mlp, input, scratch, gate_up }, inner);
                 let lora = BranchLora { rows, layer: index, at: LoraAt::Inner, scratch: w.lora_hidden };
                 let branch = Branch { input: inner, projection: &mlp.down, norm, lora: Some(lora) };
                 self.add_projection(cx, branch, w.x, w.normed)
             }
-            (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
-        }
-    }
-
-    /// Computes the weighted sum of the outputs of each row's experts. They are added in ascending order of the
-    /// experts, then the shared one, so that the sum does not depend on which rows are computed together.
-    fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
-        let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
-        ops::linear(cx, mixture.input, &[mixture.router.part()], &mut [&mut *w.logits]);
-        let Experts { n: n_experts, n_used, normalize, sigmoid, scale, .. } = mixture.config;
-        let routing = Routing { n_experts, n_used, sigmoid, bias: mixture.bias, normalize, scale };
-        ops::route(w.logits, routing, w.routes);
-        w.sum.fill(0.0);
-        for (number, mlp) in mixture.experts.iter().enumerate() {
-            w.rows.clear();
-            w.weights.clear();
-            for (row, weight) in w.routes.of(number) {
-                w.rows.push(row as u32);
-                w.weights.push(weight);
-            }
-            let n = w.rows.len();
-            if n == 0 {
-                continue;
-            }
-            let (gathered, out) = (&mut w.gathered[..n * d_model], &mut w.out[..n * d_model]);
-            let inner = &mut mixture.inner[..n * d_ff];
-            ops::gather(cx, mixture.input, d_model, w.rows, gathered);
-            ops::linear_gated(cx, gathered, mlp.gated_part(self.gate), inner);
-            ops::linear(cx, inner, &[mlp.down.part()], &mut [&mut *out]);
-            ops::scatter_add(w.sum, d_model, w.rows, w.weights, out);
-        }
-        if let Some(SharedExpert { mlp, scale }) = mixture.shared {
-            let n = mixture.input.len() / d_model;
-            w.rows.clear();
-            w.rows.extend(0..n as u32);
-            w.weights.clear();
-            w.weights.resize(n, 0.0);
-            ops::linear(
-                cx,
-                mixture.input,
-                &[ops::LinearPart { weight: scale, bias: None }],
-                &mut [&mut *w.weights],
-            );
-            w.weights.iter_mut().for_each(|weight| *weight = 1.0 / (1.0 + (-*weight).exp()));
-            ops::linear_gated(cx, mixture.input, mlp.gated_part(self.gate), w.shared_inner);
-            ops::linear(cx, w.shared_inner, &[mlp.down.part()], &mut [&mut *w.out]);
-            ops::scatter_add(w.sum, d_model, w.rows, w.weights, w.out);
         }
     }
 
@@ -416,17 +399,10 @@ pub(super) struct Branch<'a> {
 
 /// The adapters of the projection of a branch.
 pub(super) struct BranchLora<'a> {
-    rows: &'a ForwardRows<'a>,
-    layer: usize,
-    at: LoraAt,
-    scratch: &'a mut [f32],
-}
-
-/// The number of a layer, and its number among those of its kind.
-#[derive(Debug, Clone, Copy)]
-struct LayerNumber {
-    index: usize,
-    of_kind: usize,
+    pub(super) rows: &'a ForwardRows<'a>,
+    pub(super) layer: usize,
+    pub(super) at: LoraAt,
+    pub(super) scratch: &'a mut [f32],
 }
 
 /// One forward pass: its rows, the cache, and the activations.
@@ -436,17 +412,31 @@ pub(super) struct Pass<'a> {
     pub(super) w: Activations<'a>,
 }
 
-/// The mixture of experts of a layer, and its activations.
-struct Mixture<'a> {
-    router: &'a Projection,
-    bias: Option<&'a [f32]>,
-    experts: &'a [Mlp],
-    shared: Option<&'a SharedExpert>,
-    config: Experts,
-    /// `[n, d_model]`
-    input: &'a [f32],
-    /// Inner values of one expert, `[n, d_ff]`.
-    inner: &'a mut [f32],
+/// Queries, keys and values of a layer, each as wide as its heads.
+struct Qkv<'a> {
+    /// `[n, n_heads * d_head]`
+    q: &'a mut [f32],
+    /// `[n, n_kv_heads * d_head]`; empty in a layer that reads the keys and values of another one.
+    k: &'a mut [f32],
+    /// As `k`.
+    v: &'a mut [f32],
+    /// As `q`.
+    attended: &'a mut [f32],
+}
+
+impl<'a> Qkv<'a> {
+    /// Takes what layer `index` needs for `n` rows of buffers for the widest layer.
+    fn new(config: &ModelConfig, index: usize, n: usize, buffers: &'a mut QkvRows<'_>) -> Self {
+        let KvHeads { n_kv_heads, d_head } = config.kv_heads(index);
+        let n_q = n * config.n_heads * d_head;
+        let n_kv = if config.kv_source(index) == index { n * n_kv_heads * d_head } else { 0 };
+        Self {
+            q: &mut buffers.q[..n_q],
+            k: &mut buffers.k[..n_kv],
+            v: &mut buffers.v[..n_kv],
+            attended: &mut buffers.attended[..n_q],
+        }
+    }
 }
 
 /// Returns `x`, or if there is a norm, `x` normalized into `out`.

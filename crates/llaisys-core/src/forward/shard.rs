@@ -36,15 +36,11 @@ impl Shard {
     ///
     /// Errors: heads or inner columns are not divisible by the ranks; norms over all heads.
     pub fn config(self, whole: &ModelConfig) -> Result<ModelConfig, Unsupported> {
-        let divided = |what: &'static str, got: usize| match got.is_multiple_of(self.world) {
-            true => Ok(got / self.world),
-            false => Err(self.not_divisible(what.to_owned(), got, 1)),
-        };
-        let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
-        let d_ff = divided("the feed-forward width", whole.d_ff)?;
         let norms_all_heads = whole.qk_norm && whole.arch.qk_norm == QkNorm::Projection;
         let has_sinks = whole.arch.attn_sinks;
-        if self.world > 1 && (norms_all_heads || has_sinks || whole.recurrent_layer.is_some()) {
+        let is_refused =
+            norms_all_heads || has_sinks || whole.gemma4.is_some() || whole.recurrent_layer.is_some();
+        if self.world > 1 && is_refused {
             return Err(Unsupported::Feature {
                 what: "tensor parallelism of the architecture",
                 value: whole.arch.architecture.to_owned(),
@@ -52,11 +48,19 @@ impl Shard {
                     "architectures that normalize no queries, or each head by itself"
                 } else if has_sinks {
                     "architectures without attention sinks"
+                } else if whole.gemma4.is_some() {
+                    "architectures with heads of one width"
                 } else {
                     "architectures without recurrent layers"
                 },
             });
         }
+        let divided = |what: &'static str, got: usize| match got.is_multiple_of(self.world) {
+            true => Ok(got / self.world),
+            false => Err(self.not_divisible(what.to_owned(), got, 1)),
+        };
+        let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
+        let d_ff = divided("the feed-forward width", whole.d_ff)?;
         Ok(ModelConfig { n_heads: whole.n_heads / self.world, n_kv_heads, d_ff, ..whole.clone() })
     }
 
@@ -101,7 +105,7 @@ impl Shard {
 fn split(id: WeightId) -> Split {
     let part = match id {
         WeightId::Embed | WeightId::LmHead => return Split::Rows,
-        WeightId::OutputNorm => return Split::Whole,
+        WeightId::OutputNorm | WeightId::LayerInputs(_) => return Split::Whole,
         WeightId::Layer(_, part) => part,
     };
     match part {
@@ -121,6 +125,7 @@ fn split(id: WeightId) -> Split {
         // Of models that are not split.
         LayerWeight::AttnGate | LayerWeight::Shared(_) | LayerWeight::SharedScale => Split::Whole,
         LayerWeight::Delta(_) | LayerWeight::ShortConv(_) | LayerWeight::Sinks => Split::Whole,
+        LayerWeight::Gemma4(_) => Split::Whole,
         LayerWeight::RouterProjectionBias | LayerWeight::ExpertsBias(_) | LayerWeight::ExpertsGateUpBias => {
             Split::Whole
         }

@@ -32,6 +32,7 @@ pub struct Workspace {
     weights: Vec<f32>,
     attn_gate: AlignedBuf,
     shared_inner: AlignedBuf,
+    gemma4: [AlignedBuf; 4],
     delta: [AlignedBuf; 10],
     short_conv: [AlignedBuf; 3],
     lora_hidden: AlignedBuf,
@@ -61,6 +62,11 @@ struct Widths {
     delta_heads: usize,
     /// Channels of a short convolution.
     short_conv: usize,
+    /// The inputs of all layers, and that of one layer.
+    layer_inputs: usize,
+    layer_input: usize,
+    /// The output of a dense block next to experts.
+    dense_output: usize,
     /// Stacked ranks of LoRA adapters.
     lora_hidden: usize,
     /// Outputs of gate and up, where adapters add to them.
@@ -68,6 +74,11 @@ struct Widths {
 }
 
 impl Widths {
+    /// The widths of [`Gemma4Rows`], in the order of its fields.
+    fn gemma4(&self) -> [usize; 4] {
+        [self.layer_inputs, self.layer_inputs, self.layer_input, self.dense_output]
+    }
+
     /// The widths of [`DeltaRows`], in the order of its fields.
     fn delta(&self) -> [usize; 10] {
         let Widths { delta_keys: keys, delta_values: values, delta_heads: heads, .. } = *self;
@@ -79,10 +90,7 @@ impl Widths {
 pub(super) struct Activations<'a> {
     pub(super) x: &'a mut [f32],
     pub(super) normed: &'a mut [f32],
-    pub(super) q: &'a mut [f32],
-    pub(super) k: &'a mut [f32],
-    pub(super) v: &'a mut [f32],
-    pub(super) attended: &'a mut [f32],
+    pub(super) qkv: QkvRows<'a>,
     pub(super) inner: &'a mut [f32],
     pub(super) cos: &'a mut [f32],
     pub(super) sin: &'a mut [f32],
@@ -93,10 +101,32 @@ pub(super) struct Activations<'a> {
     /// Gates of `attended`.
     pub(super) attn_gate: &'a mut [f32],
     pub(super) experts: ExpertRows<'a>,
+    pub(super) gemma4: Gemma4Rows<'a>,
     pub(super) delta: DeltaRows<'a>,
     pub(super) short_conv: ShortConvRows<'a>,
     pub(super) lora_hidden: &'a mut [f32],
     pub(super) lora_gate_up: &'a mut [f32],
+}
+
+/// Queries, keys and values of the widest layer.
+pub(super) struct QkvRows<'a> {
+    pub(super) q: &'a mut [f32],
+    pub(super) k: &'a mut [f32],
+    pub(super) v: &'a mut [f32],
+    /// The attended values, as wide as the queries.
+    pub(super) attended: &'a mut [f32],
+}
+
+/// Additional slices for Gemma 4.
+pub(super) struct Gemma4Rows<'a> {
+    /// The inputs of all layers.
+    pub(super) inputs: &'a mut [f32],
+    /// Their embeddings.
+    pub(super) embedded: &'a mut [f32],
+    /// The gate of a layer's input.
+    pub(super) gate: &'a mut [f32],
+    /// The output of a dense block next to experts.
+    pub(super) dense: &'a mut [f32],
 }
 
 /// Additional slices for a gated short convolution.
@@ -140,15 +170,24 @@ pub(super) struct ExpertRows<'a> {
     pub(super) shared_inner: &'a mut [f32],
 }
 
+/// The memory of a mixture of experts.
+pub(super) struct MixtureRows<'a, 'b> {
+    /// Inner values of one expert, `[n, d_ff]`.
+    pub(super) inner: &'a mut [f32],
+    /// The routes, and the sum of the experts' outputs.
+    pub(super) rows: &'a mut ExpertRows<'b>,
+}
+
 impl Workspace {
     /// Allocates for passes of up to `n_rows` rows. Errors: no memory.
     pub fn new(config: &ModelConfig, n_rows: usize) -> Result<Self> {
+        let (q, kv) = config.qk_widths();
         let widths = Widths {
             model: config.d_model,
-            q: config.n_heads * config.d_head,
-            kv: config.n_kv_heads * config.d_head,
+            q,
+            kv,
             inner: config.d_ff_max(),
-            angles: config.d_rope / 2,
+            angles: config.d_rope_full() / 2,
             local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_rope / 2),
             query_factors: config.query_scaling.map_or(0, |_| 1),
             experts: config.experts.map_or(0, |experts| experts.n),
@@ -159,19 +198,28 @@ impl Workspace {
             delta_values: config.delta_net().map_or(0, |delta_net| delta_net.heads.value_width()),
             delta_heads: config.delta_net().map_or(0, |delta_net| delta_net.heads.n_values),
             short_conv: config.short_conv().map_or(0, |short_conv| short_conv.channels),
+            layer_inputs: config.d_inputs(),
+            layer_input: config.d_input(),
+            dense_output: config.dense_output_width(),
             lora_hidden: 0,
             lora_gate_up: 0,
         };
-        let recurrent: usize = widths.delta().iter().sum::<usize>() + 3 * widths.short_conv;
-        debug_assert_eq!(recurrent + widths.attn_gate, config.recurrent_width(), "as sizing counts them");
+        let own = widths.delta().into_iter().chain(widths.gemma4()).sum::<usize>();
+        debug_assert_eq!(
+            own + 3 * widths.short_conv + widths.attn_gate,
+            config.recurrent_width(),
+            "as sizing counts them"
+        );
         let rows = |width: usize| -> Result<AlignedBuf, DeviceError> {
             AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())
         };
         let [a, b, c, d, e, f, g, h, i, j] = widths.delta().map(rows);
+        let [inputs, embedded, gate, dense] = widths.gemma4().map(rows);
         Ok(Self {
             widths,
             attn_gate: rows(widths.attn_gate)?,
             shared_inner: rows(widths.shared)?,
+            gemma4: [inputs?, embedded?, gate?, dense?],
             delta: [a?, b?, c?, d?, e?, f?, g?, h?, i?, j?],
             short_conv: [rows(widths.short_conv)?, rows(widths.short_conv)?, rows(widths.short_conv)?],
             x: rows(widths.model)?,
@@ -201,7 +249,8 @@ impl Workspace {
     /// Allocates what passes with LoRA adapters of ranks up to `max_rank` need in addition. Errors: no memory.
     pub fn with_lora(mut self, config: &ModelConfig, n_rows: usize, max_rank: usize) -> Result<Self> {
         self.widths.lora_hidden = (MODULES_MAX * max_rank).next_multiple_of(RANK_BLOCK);
-        self.widths.lora_gate_up = gate_up_rows(config.d_dense());
+        let d_dense = (0..config.n_layers).map(|index| config.d_dense_of(index)).max().unwrap_or(0);
+        self.widths.lora_gate_up = gate_up_rows(d_dense);
         let rows = |width: usize| AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>());
         self.lora_hidden = rows(self.widths.lora_hidden)?;
         self.lora_gate_up = rows(self.widths.lora_gate_up)?;
@@ -213,7 +262,7 @@ impl Workspace {
     pub fn max_columns(config: &ModelConfig) -> usize {
         let values = config.delta_net().map_or(0, |delta_net| delta_net.heads.value_width());
         let d_shared = config.d_shared.unwrap_or(0);
-        [config.n_heads * config.d_head, config.d_ff_max(), values, d_shared]
+        [config.qk_widths().0, config.d_ff_max(), values, d_shared]
             .into_iter()
             .fold(config.d_model, usize::max)
     }
@@ -234,20 +283,27 @@ impl Workspace {
             a: next(),
             out: next(),
         };
+        let mut gemma4 =
+            self.gemma4.iter_mut().zip(w.gemma4()).map(|(buffer, width)| first(buffer, n * width));
+        let mut next = || gemma4.next().expect("a buffer for each width");
+        let [inputs, embedded, gate, dense] = std::array::from_fn(|_| next());
         let [input_gate, output_gate, input] =
             self.short_conv.each_mut().map(|buffer| first(buffer, n * w.short_conv));
         Activations {
             short_conv: ShortConvRows { input_gate, output_gate, input },
             attn_gate: first(&mut self.attn_gate, n * w.attn_gate),
+            gemma4: Gemma4Rows { inputs, embedded, gate, dense },
             delta,
             lora_hidden: first(&mut self.lora_hidden, n * w.lora_hidden),
             lora_gate_up: first(&mut self.lora_gate_up, n * w.lora_gate_up),
             x: first(&mut self.x, n * w.model),
             normed: first(&mut self.normed, n * w.model),
-            q: first(&mut self.q, n * w.q),
-            k: first(&mut self.k, n * w.kv),
-            v: first(&mut self.v, n * w.kv),
-            attended: first(&mut self.attended, n * w.q),
+            qkv: QkvRows {
+                q: first(&mut self.q, n * w.q),
+                k: first(&mut self.k, n * w.kv),
+                v: first(&mut self.v, n * w.kv),
+                attended: first(&mut self.attended, n * w.q),
+            },
             inner: first(&mut self.inner, n * w.inner),
             cos: first(&mut self.cos, n * w.angles),
             sin: first(&mut self.sin, n * w.angles),

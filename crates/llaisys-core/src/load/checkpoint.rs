@@ -329,9 +329,10 @@ impl WeightNames {
     /// Returns the stored row of row `n` of the weight in half-split order.
     pub fn stored_row(&self, id: WeightId, n: usize) -> usize {
         match id {
-            WeightId::Layer(_, LayerWeight::Q | LayerWeight::K | LayerWeight::QBias | LayerWeight::KBias) => {
-                self.rope_rows.stored_row(n, self.config.head_widths())
-            }
+            WeightId::Layer(
+                layer,
+                LayerWeight::Q | LayerWeight::K | LayerWeight::QBias | LayerWeight::KBias,
+            ) => self.rope_rows.stored_row(n, self.config.head_widths(layer)),
             _ => n,
         }
     }
@@ -361,7 +362,7 @@ fn choose_names(config: &mut ModelConfig, files: &TensorFiles) -> bool {
 
 /// Reads the rope factors of a configuration that stores them as tensors.
 fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
-    let (d_rope, names) = (config.d_rope, config.names);
+    let (d_rope, names) = (config.d_rope_full(), config.names);
     read_factors(&mut config.rope, d_rope, names.rope_factors, files)?;
     match &mut config.long_rope {
         Some(long) => read_factors(&mut long.rope, d_rope, names.rope_factors_long, files),
@@ -478,8 +479,11 @@ fn reject_extra(
     let known: HashSet<usize> = by_id.values().flat_map(indices_of).collect();
     let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
     // A tied head that is saved too is ignored: transformers ties it to the embeddings whatever the file contains.
+    // Layers that read the keys and values of others have no use for their own projections.
+    let unused = config.unused_kv().filter_map(|id| config.name(id)).collect::<HashSet<_>>();
     let is_ignored = |name: &str| {
         table.ignores(name)
+            || unused.contains(name)
             || (config.tied_head && Some(name) == lm_head.as_deref())
             || (has_factors && [table.rope_factors, table.rope_factors_long].contains(&name))
     };

@@ -5,6 +5,7 @@ use crate::dtype::{DType, KvDType};
 use crate::load::folder::generation_config::SamplingDefaults;
 use crate::load::gguf::tokenizer::GgufTokenizer;
 use crate::load::packed_size::PackedBytes;
+use crate::ops::KvHeads;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -50,7 +51,7 @@ pub struct ModelInfo {
     pub n_heads: usize,
     /// Key and value heads.
     pub n_kv_heads: usize,
-    /// Elements of a head.
+    /// Elements of a head, the widest one of all layers.
     pub d_head: usize,
     /// Inner width of the feed-forward block, the widest one of all layers and experts.
     pub d_ff: usize,
@@ -70,7 +71,7 @@ pub struct ModelInfo {
     pub kv_bytes_per_cell: KvBytesPerCell,
     /// Bytes of the recurrent state of one sequence; 0 for a model without recurrent layers.
     pub state_bytes: usize,
-    /// Activations (f32) of one row that only recurrent layers need.
+    /// Activations (f32) of one row that only recurrent layers and inputs of layers need.
     pub recurrent_width: usize,
     /// Numbers (f32) that recurrent layers record of one row of a sequence with drafts.
     pub journal_width: usize,
@@ -138,7 +139,7 @@ impl ModelInfo {
             d_model: config.d_model,
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
-            d_head: config.d_head,
+            d_head: config.d_head_max(),
             d_ff: config.d_ff_max(),
             vocab_size: config.vocab_size,
             max_position_embeddings: config.max_positions,
@@ -206,7 +207,11 @@ impl ModelInfo {
 
 /// Returns the bytes of K and V of one token in all layers with attention. The bounds of the configuration keep it below 2^35.
 pub fn kv_bytes_per_cell(config: &ModelConfig, dtype: KvDType) -> usize {
-    2 * config.n_attention() * config.n_kv_heads * dtype.head_bytes(config.d_head)
+    let of_layer = |index| {
+        let KvHeads { n_kv_heads, d_head } = config.kv_heads(index);
+        2 * n_kv_heads * dtype.head_bytes(d_head)
+    };
+    config.kv_layers().map(of_layer).sum()
 }
 
 fn main_dtype(sizes: &[TensorSize]) -> DType {

@@ -2,7 +2,9 @@
 
 use crate::arch::config::ModelConfig;
 use crate::arch::recurrent::RecurrentLayer;
-use crate::arch::weight_id::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
+use crate::arch::weight_id::{
+    DeltaWeight, ExpertPart, Gemma4Weight, LayerInputWeight, LayerWeight, ShortConvWeight, WeightId,
+};
 use crate::dtype::{ComputeMode, DType};
 use crate::load::weight_format::packed_format;
 use crate::ops::argmax_bounds::ArgmaxBounds;
@@ -80,7 +82,7 @@ impl Sizes<'_> {
         let vectors = vectors + config.n_recurrent() * taps;
         let head = if config.tied_head { 0 } else { self.matrix(WeightId::LmHead) };
         let layers: usize = (0..config.n_layers).map(|index| self.layer(index)).sum();
-        vectors * size_of::<f32>() + self.matrix(WeightId::Embed) + head + layers
+        vectors * size_of::<f32>() + self.matrix(WeightId::Embed) + head + self.layer_inputs() + layers
     }
 
     fn argmax_bounds(&self) -> usize {
@@ -90,17 +92,33 @@ impl Sizes<'_> {
         if can_have { ArgmaxBounds::bytes_for(n_rows, n_columns) } else { 0 }
     }
 
+    /// The matrices of the inputs of all layers.
+    fn layer_inputs(&self) -> usize {
+        if self.config.d_inputs() == 0 {
+            return 0;
+        }
+        let shared = [LayerInputWeight::Embed, LayerInputWeight::Projection].map(WeightId::LayerInputs);
+        let parts = [Gemma4Weight::InputGate, Gemma4Weight::InputProjection].map(LayerWeight::Gemma4);
+        let of_layer = |index| parts.map(|part| self.matrix(WeightId::Layer(index, part)));
+        let layers = (0..self.config.n_layers).flat_map(of_layer);
+        shared.into_iter().map(|id| self.matrix(id)).chain(layers).sum()
+    }
+
     fn layer(&self, index: usize) -> usize {
         let mixer = self.mixer(index);
-        let Some(experts) = self.config.experts_of(index) else {
-            return mixer + self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
+        let dense = if self.config.has_dense(index) {
+            self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down])
+        } else {
+            0
         };
+        let Some(experts) = self.config.experts_of(index) else { return mixer + dense };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
         let expert = |e| self.mlp(index, parts.map(|part| LayerWeight::Expert(e, part)));
         let shared = |_| {
             self.mlp(index, parts.map(LayerWeight::Shared)) + self.f32_matrix(index, LayerWeight::SharedScale)
         };
         mixer
+            + dense
             + self.f32_matrix(index, LayerWeight::Router)
             + (0..experts.n).map(expert).sum::<usize>()
             + self.config.d_shared.map_or(0, shared)
@@ -124,8 +142,11 @@ impl Sizes<'_> {
             None => {}
         }
         let gate: usize = if self.config.has_attn_gate() { matrices(&[LayerWeight::AttnGate]) } else { 0 };
-        let attention: usize = matrices(&[LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O]);
-        attention + gate
+        let has_k = self.config.kv_source(index) == index;
+        let k = if has_k { matrices(&[LayerWeight::K]) } else { 0 };
+        let v = if self.config.has_v(index) { matrices(&[LayerWeight::V]) } else { 0 };
+        let attention: usize = matrices(&[LayerWeight::Q, LayerWeight::O]);
+        attention + k + v + gate
     }
 
     /// A matrix that is in f32 in every mode.

@@ -20,6 +20,7 @@ use cpu::attention::Scratch as AttentionScratch;
 use dispatch::Kernels;
 use std::sync::Arc;
 
+pub use crate::tensor::KvHeads;
 pub use cpu::add::add;
 pub use cpu::argmax::{argmax, argmax_finite, largest};
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Queries, Scoring, attention, window_span};
@@ -32,6 +33,7 @@ pub use cpu::gate::{ClampedSilu, Gate, GateBias, GatedSums, gate, gate_up_row, g
 pub use cpu::gated_norm::gated_norm;
 pub use cpu::gather::gather;
 pub use cpu::gelu::gelu;
+pub use cpu::gelu_columns::{Columns, gelu_columns};
 pub use cpu::kv_store::kv_store;
 pub use cpu::layer_norm::{LayerNorm, layer_norm};
 pub use cpu::linear::{

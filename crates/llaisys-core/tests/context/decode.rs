@@ -477,10 +477,10 @@ fn settings_out_of_their_bounds_are_rejected_by_name() {
 
 #[test]
 fn heads_too_wide_for_the_kernels_are_rejected_by_name() {
-    let folder = Tiny::sized("LlamaForCausalLM", true, |model| model.d_head = 258).write();
+    let folder = Tiny::sized("LlamaForCausalLM", true, |model| model.d_head = 514).write();
     let rejected = Context::load(&folder, settings()).map(|_| ()).unwrap_err();
     assert!(
-        matches!(&rejected, Error::Unsupported(Unsupported::Feature { value, .. }) if value == "258"),
+        matches!(&rejected, Error::Unsupported(Unsupported::Feature { value, .. }) if value == "514"),
         "{rejected}"
     );
     std::fs::remove_dir_all(folder).unwrap();

@@ -201,8 +201,12 @@ const FILES: [(&str, &str); 3] =
 
 pub(super) fn logits(context: &mut Context) -> Vec<f32> {
     let tokens: Vec<i32> = (0..50).map(|i| (i * 41 + 7) % VOCAB as i32).collect();
+    logits_of(context, &tokens)
+}
+
+pub(super) fn logits_of(context: &mut Context, tokens: &[i32]) -> Vec<f32> {
     let seq = context.seq_acquire(0).unwrap();
-    Rows::default().run(seq, 0, &tokens).decode(context).unwrap().logits.unwrap()
+    Rows::default().run(seq, 0, tokens).decode(context).unwrap().logits.unwrap()
 }
 
 #[test]

@@ -15,6 +15,7 @@ mod block_types;
 mod config;
 mod families;
 mod folder;
+mod gemma4;
 mod gguf;
 mod gguf_config;
 mod gpt_oss;

@@ -124,8 +124,8 @@ fn rows_of(weights: &Weights) -> Vec<f32> {
     for layer in &weights.layers {
         match &layer.mixer {
             Mixer::Attention(w) => {
-                matrices
-                    .extend([&w.q.matrix, &w.k.matrix, &w.v.matrix, &w.o.matrix].into_iter().chain(&w.gate));
+                let projections = [Some(&w.q), w.k.as_ref(), w.v.as_ref(), Some(&w.o)];
+                matrices.extend(projections.into_iter().flatten().map(|part| &part.matrix).chain(&w.gate));
             }
             Mixer::DeltaNet(w) => matrices.extend([&w.q, &w.k, &w.v, &w.z, &w.b, &w.a, &w.out.matrix]),
             Mixer::ShortConv(w) => {
@@ -134,8 +134,10 @@ fn rows_of(weights: &Weights) -> Vec<f32> {
         }
         match &layer.feed_forward {
             FeedForward::Dense(mlp) => matrices.extend([&mlp.gate_up, &mlp.down.matrix]),
-            FeedForward::Experts { router, bias: _, experts, shared } => {
+            FeedForward::Experts { router, bias: _, experts, shared, dense } => {
                 matrices.push(&router.matrix);
+                let dense = dense.iter().flat_map(|d| [&d.mlp.gate_up, &d.mlp.down.matrix]);
+                matrices.extend(dense);
                 let shared = shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down.matrix, &s.scale]);
                 matrices.extend(shared);
                 matrices.extend(experts.iter().flat_map(|mlp| [&mlp.gate_up, &mlp.down.matrix]));

@@ -140,10 +140,10 @@ fn gemma_3_omits_its_default_sizes() {
 fn text_models_that_are_not_supported_are_named() {
     let scratch = TempFolder::new();
     let mut folder = mistral3();
-    folder.config["text_config"]["model_type"] = "gemma4_text".into();
+    folder.config["text_config"]["model_type"] = "gemma9_text".into();
     folder.write(&scratch);
     let error = unsupported(Checkpoint::open(scratch.path()));
-    assert_names(&error, &["architecture \"gemma4_text\" is not supported", "mistral"]);
+    assert_names(&error, &["architecture \"gemma9_text\" is not supported", "mistral"]);
 }
 
 /// As embedding models are published: no `model.` in names, and no head even if it is not tied.

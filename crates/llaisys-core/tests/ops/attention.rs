@@ -10,7 +10,7 @@ use llaisys_core::threads::Pool;
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
     let kernels = Kernels::select(Some(isa)).expect("the machine has the instruction set");
     let pool = Pool::new(n_threads).expect("threads start");
-    OpContext::new(kernels, pool, 256, 2048).expect("memory for the scratch")
+    OpContext::new(kernels, pool, 256, 6 * 512).expect("memory for the scratch")
 }
 
 fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {

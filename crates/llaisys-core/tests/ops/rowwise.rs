@@ -6,7 +6,9 @@ use crate::stored::{Rng, Stored};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::cases::{self, RowsCase, Size, SplitMix64};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::{self, ClampedSilu, Gate, LayerNorm, OpContext, RopeTable, Routing, reference};
+use llaisys_core::ops::{
+    self, ClampedSilu, Columns, Gate, LayerNorm, OpContext, RopeTable, Routing, reference,
+};
 use llaisys_core::tensor::RowView;
 
 fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
@@ -223,6 +225,29 @@ fn geglu_agrees_with_the_reference_within_rounding() {
 }
 
 #[test]
+fn gelu_columns_agree_with_the_reference_within_rounding() {
+    for cx in contexts() {
+        for (n, width, first, row_len) in [(1, 1, 0, 1), (3, 8, 16, 40), (5, 17, 3, 23), (90, 256, 256, 768)]
+        {
+            let draw = &mut SplitMix64::new(width as u64);
+            let mut gate = draw.values(Size::Unit, n * width);
+            gate.iter_mut().for_each(|gate| *gate *= 12.0);
+            let x = draw.values(Size::Unit, n * row_len);
+            let mut y = gate.clone();
+            ops::gelu_columns(&cx, &mut y, width, Columns { x: &x, row_len, first });
+            let want = reference::gelu_columns::gelu_columns(&gate, width, &x, first);
+            let up = |i: usize| x[i / width * row_len + first + i % width];
+            let bound = |i: usize, want| cases::geglu_tolerance(gate[i], up(i), want);
+            assert_close(&y, &want, bound, &name(&cx));
+            let (row, last) = (&mut gate[(n - 1) * width..].to_vec(), &x[(n - 1) * row_len..]);
+            ops::gelu_columns(&cx, row, width, Columns { x: last, row_len, first });
+            assert_same_bits(row, &y[(n - 1) * width..], "alone");
+        }
+        ops::gelu_columns(&cx, &mut [], 4, Columns { x: &[], row_len: 8, first: 4 });
+    }
+}
+
+#[test]
 fn soft_cap_agrees_with_the_reference_within_rounding() {
     for cx in contexts() {
         for (cap, size) in [(50.0, Size::Outliers), (2.0, Size::Unit), (30.0, Size::Huge), (1.0, Size::Tiny)]
@@ -307,11 +332,21 @@ fn routes_agree_with_the_reference() {
         // Ties: the lower number wins.
         logits[n_experts..2 * n_experts].fill(1.5);
         let bias = SplitMix64::new(7).values(Size::Unit, n_experts);
-        let softmax = Routing { n_experts, n_used, sigmoid: false, bias: None, normalize: false, scale: 1.0 };
+        let factors: Vec<f32> = bias.iter().map(|x| 0.5 + x.abs()).collect();
+        let softmax = Routing {
+            n_experts,
+            n_used,
+            sigmoid: false,
+            bias: None,
+            normalize: false,
+            scale: 1.0,
+            expert_scale: None,
+        };
         let sigmoid = Routing { sigmoid: true, scale: 2.5, ..softmax };
         for routing in [
             softmax,
             Routing { normalize: true, ..softmax },
+            Routing { normalize: true, expert_scale: Some(&factors), ..softmax },
             sigmoid,
             Routing { normalize: true, ..sigmoid },
             Routing { bias: Some(&bias), ..sigmoid },
@@ -336,7 +371,15 @@ fn routes_agree_with_the_reference() {
         }
     }
     // NaN is chosen last.
-    let plain = Routing { n_experts: 3, n_used: 2, sigmoid: false, bias: None, normalize: true, scale: 1.0 };
+    let plain = Routing {
+        n_experts: 3,
+        n_used: 2,
+        sigmoid: false,
+        bias: None,
+        normalize: true,
+        scale: 1.0,
+        expert_scale: None,
+    };
     ops::route(&[f32::NAN, -1.0, 2.0], plain, &mut routes);
     assert!(routes.of(0).next().is_none() && routes.of(2).next().is_some());
     // The bias chooses, but does not weigh.

@@ -80,6 +80,8 @@ pub struct ExpertKeys {
     pub n: &'static str,
     /// Inner width of one expert.
     pub d_ff: &'static str,
+    /// Experts that are used for a token.
+    pub n_used: &'static str,
     /// Whether the weights of the chosen experts are scaled to a sum of 1; None: always. In a GGUF file the default
     /// is true.
     pub normalize: Option<&'static str>,
@@ -96,6 +98,7 @@ impl ExpertKeys {
     pub(super) const SOFTMAX: Self = Self {
         n: "num_experts",
         d_ff: "moe_intermediate_size",
+        n_used: "num_experts_per_tok",
         normalize: None,
         normalize_default: false,
         sigmoid: false,

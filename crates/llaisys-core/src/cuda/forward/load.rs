@@ -158,7 +158,9 @@ impl Loader<'_> {
             WeightId::Embed if config.tied_head => 0..world * n_head_rows,
             WeightId::Embed => 0..config.vocab_size,
             WeightId::LmHead => rank * n_head_rows..(rank + 1) * n_head_rows,
-            WeightId::OutputNorm | WeightId::Layer(..) => self.shard.rows(id, shape[0]),
+            WeightId::OutputNorm | WeightId::LayerInputs(_) | WeightId::Layer(..) => {
+                self.shard.rows(id, shape[0])
+            }
         };
         (rows, shape.get(1).map_or(0..1, |&n_columns| self.shard.plain_columns(id, n_columns)))
     }

@@ -44,6 +44,7 @@ impl DeviceDecoder {
             WeightId::Embed => Place::Rows(weights.embed),
             WeightId::LmHead => Place::Rows(weights.head),
             WeightId::OutputNorm => Place::Norm(weights.output_norm),
+            WeightId::LayerInputs(_) => return None,
             WeightId::Layer(index, part) => self.place_in_layer(&weights.layers[index], part)?,
         })
     }

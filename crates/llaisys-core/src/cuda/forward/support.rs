@@ -7,7 +7,7 @@ use crate::cuda::ops::attention::supports_head_width;
 use crate::error::Unsupported;
 
 /// Architectures with which the GPU's forward pass has not been verified.
-const CPU_ONLY: [&str; 14] = [
+const CPU_ONLY: [&str; 15] = [
     "SmolLM3ForCausalLM",
     "Olmo3ForCausalLM",
     "Ministral3ForCausalLM",
@@ -22,6 +22,7 @@ const CPU_ONLY: [&str; 14] = [
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "GptOssForCausalLM",
+    "Gemma4ForCausalLM",
 ];
 
 /// Checks that the kernels support the model. Errors: the first property that they do not support.

@@ -87,6 +87,6 @@ pub(super) struct GatedLayer<'a> {
     pub(super) input: &'a [f32],
     /// As in [`LoraProjections`].
     pub(super) scratch: &'a mut [f32],
-    /// `[n, gate_up_rows(d_dense)]`
+    /// `[n, gate_up_rows(d_dense)]` of the widest layer.
     pub(super) gate_up: &'a mut [f32],
 }

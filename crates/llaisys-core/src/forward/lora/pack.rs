@@ -102,7 +102,7 @@ impl Packer<'_> {
         let is_rotated = matches!(part, LayerWeight::Q | LayerWeight::K);
         for n in 0..n_columns {
             let rows = self.model.arch.folder_rope_rows;
-            let row = if is_rotated { rows.stored_row(n, self.model.head_widths()) } else { n };
+            let row = if is_rotated { rows.stored_row(n, self.model.head_widths(layer)) } else { n };
             panels.set_column(n, &b[map.row(row) * rank..][..rank]);
         }
         Ok(panels)

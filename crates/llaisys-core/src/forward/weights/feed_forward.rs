@@ -1,6 +1,6 @@
 //! The feed-forward block of a layer: one network, or a mixture of experts.
 
-use super::{ABSENT, Projection, Target, vector};
+use super::{ABSENT, DenseBranch, Projection, Target, vector};
 use crate::arch::spec::{ExpertPart, LayerWeight};
 use crate::ops::packed::PackedMatrix;
 use crate::ops::{Gate, GateBias, GatedPart};
@@ -20,6 +20,8 @@ pub enum FeedForward {
         experts: Vec<Mlp>,
         /// The expert that all tokens use.
         shared: Option<SharedExpert>,
+        /// A dense block next to the experts.
+        dense: Option<Box<DenseBranch>>,
     },
 }
 
@@ -82,10 +84,11 @@ impl FeedForward {
     pub(super) fn n_bytes(&self) -> usize {
         match self {
             FeedForward::Dense(mlp) => mlp.n_bytes(),
-            FeedForward::Experts { router, bias, experts, shared } => {
+            FeedForward::Experts { router, bias, experts, shared, dense } => {
                 let shared = shared.iter().map(|shared| shared.mlp.n_bytes() + shared.scale.n_bytes());
                 let n_biases = [bias, &router.bias].into_iter().flatten().map(Vec::len).sum::<usize>();
                 router.matrix.n_bytes()
+                    + dense.as_ref().map_or(0, |dense| dense.n_bytes())
                     + n_biases * size_of::<f32>()
                     + experts.iter().map(Mlp::n_bytes).chain(shared).sum::<usize>()
             }
@@ -117,7 +120,7 @@ impl Mlp {
         }
     }
 
-    fn n_bytes(&self) -> usize {
+    pub(super) fn n_bytes(&self) -> usize {
         let biases = [&self.gate_bias, &self.up_bias, &self.down.bias];
         let n_values: usize = biases.into_iter().flatten().map(Vec::len).sum();
         self.gate_up.n_bytes() + self.down.matrix.n_bytes() + n_values * size_of::<f32>()

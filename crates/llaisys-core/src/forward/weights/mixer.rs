@@ -20,16 +20,18 @@ pub enum Mixer {
 pub struct Attention {
     /// `[n_heads * d_head, d_model]`.
     pub q: Projection,
-    /// `[n_kv_heads * d_head, d_model]`.
-    pub k: Projection,
-    /// `[n_kv_heads * d_head, d_model]`.
-    pub v: Projection,
+    /// `[n_kv_heads * d_head, d_model]`; None in a layer that reads the keys and values of another one.
+    pub k: Option<Projection>,
+    /// `[n_kv_heads * d_head, d_model]`; None also where values are made of the key projection.
+    pub v: Option<Projection>,
     /// Gate of the attended values, `[n_heads * d_head, d_model]`.
     pub gate: Option<PackedMatrix>,
     /// Norm of each query head, `[d_head]`, or of all together, `[n_heads * d_head]`.
     pub q_norm: Option<Vec<f32>>,
     /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
     pub k_norm: Option<Vec<f32>>,
+    /// Ones, `[d_head]`: the norm of each value head, which has no weights.
+    pub v_norm: Option<Vec<f32>>,
     /// Sink of each head, `[n_heads]`.
     pub sinks: Option<Vec<f32>>,
     /// `[d_model, n_heads * d_head]`.
@@ -87,19 +89,20 @@ impl Mixer {
         let Mixer::Attention(attention) = self else { panic!("{ABSENT}") };
         let target = match part {
             LayerWeight::Qkv => {
-                let (q, k) = (attention.q.matrix.n_rows(), attention.k.matrix.n_rows());
+                let [k, v] = [&mut attention.k, &mut attention.v].map(|part| part.as_mut().expect(ABSENT));
+                let (n_q, n_k) = (attention.q.matrix.n_rows(), k.matrix.n_rows());
                 return vec![
                     (Target::Matrix(&mut attention.q.matrix), 0),
-                    (Target::Matrix(&mut attention.k.matrix), q),
-                    (Target::Matrix(&mut attention.v.matrix), q + k),
+                    (Target::Matrix(&mut k.matrix), n_q),
+                    (Target::Matrix(&mut v.matrix), n_q + n_k),
                 ];
             }
             LayerWeight::Q => Target::Matrix(&mut attention.q.matrix),
-            LayerWeight::K => Target::Matrix(&mut attention.k.matrix),
-            LayerWeight::V => Target::Matrix(&mut attention.v.matrix),
+            LayerWeight::K => Target::Matrix(&mut attention.k.as_mut().expect(ABSENT).matrix),
+            LayerWeight::V => Target::Matrix(&mut attention.v.as_mut().expect(ABSENT).matrix),
             LayerWeight::QBias => vector(&mut attention.q.bias),
-            LayerWeight::KBias => vector(&mut attention.k.bias),
-            LayerWeight::VBias => vector(&mut attention.v.bias),
+            LayerWeight::KBias => vector(&mut attention.k.as_mut().expect(ABSENT).bias),
+            LayerWeight::VBias => vector(&mut attention.v.as_mut().expect(ABSENT).bias),
             LayerWeight::O => Target::Matrix(&mut attention.o.matrix),
             LayerWeight::OBias => vector(&mut attention.o.bias),
             LayerWeight::QNorm => vector(&mut attention.q_norm),
@@ -119,13 +122,18 @@ impl Mixer {
 }
 
 impl Attention {
+    /// Without `v_norm`, which is no weight of the model.
     fn n_bytes(&self) -> usize {
-        let Attention { q, k, v, gate, q_norm, k_norm, sinks, o } = self;
-        let matrices = [&q.matrix, &k.matrix, &v.matrix, &o.matrix];
-        let vectors = [q_norm, k_norm, sinks, &q.bias, &k.bias, &v.bias, &o.bias];
-        let n_values = vectors.into_iter().flatten().map(Vec::len).sum::<usize>();
-        let n_bytes = matrices.into_iter().chain(gate).map(PackedMatrix::n_bytes).sum::<usize>();
-        n_bytes + n_values * size_of::<f32>()
+        let Attention { q, k, v, gate, q_norm, k_norm, v_norm: _, sinks, o } = self;
+        let projections = [Some(q), k.as_ref(), v.as_ref(), Some(o)].into_iter().flatten();
+        let vectors = [q_norm, k_norm, sinks].into_iter().flatten();
+        let n_values = vectors.map(Vec::len).sum::<usize>() * size_of::<f32>();
+        n_values
+            + gate
+                .iter()
+                .map(PackedMatrix::n_bytes)
+                .chain(projections.map(Projection::n_bytes))
+                .sum::<usize>()
     }
 }
 

@@ -1,11 +1,13 @@
 //! The weights of a model, packed once for this machine.
 
 mod feed_forward;
+mod gemma4;
 mod head;
 mod mixer;
 mod pack;
 
 pub use feed_forward::{FeedForward, Mlp, SharedExpert};
+pub use gemma4::{DenseBranch, InputBranch, LayerInputs};
 pub use mixer::{Attention, DeltaNetWeights, Mixer, ShortConvWeights};
 pub use pack::PackSettings;
 
@@ -26,6 +28,10 @@ pub struct Projection {
 }
 
 impl Projection {
+    fn n_bytes(&self) -> usize {
+        self.matrix.n_bytes() + self.bias.as_ref().map_or(0, Vec::len) * size_of::<f32>()
+    }
+
     /// Returns the projection as a part of a [`linear`](crate::ops::linear) call.
     pub fn part(&self) -> LinearPart<'_> {
         LinearPart { weight: &self.matrix, bias: self.bias.as_deref() }
@@ -47,6 +53,10 @@ pub struct LayerWeights {
     pub ffn_post_norm: Option<Vec<f32>>,
     /// The feed-forward block.
     pub feed_forward: FeedForward,
+    /// What adds the layer's input that depends on the token.
+    pub input: Option<InputBranch>,
+    /// Factor of the output, `[1]`.
+    pub scalar: Option<Vec<f32>>,
 }
 
 /// All weights of a model, or a rank's part of them. Shapes are those of
@@ -61,6 +71,8 @@ pub struct Weights {
     /// Bounds of the head, after [`Weights::bound_argmax`], if its format has them.
     argmax_bounds: Option<ArgmaxBounds>,
     prunes_argmax: bool,
+    /// The inputs of layers that depend on the token.
+    pub layer_inputs: Option<LayerInputs>,
     /// Norm after the last layer, `[d_model]`.
     pub output_norm: Vec<f32>,
     /// In order of depth.
@@ -73,7 +85,8 @@ impl Weights {
         let layers: usize = self.layers.iter().map(LayerWeights::n_bytes).sum();
         let head = self.lm_head.as_ref().map_or(0, PackedMatrix::n_bytes);
         let bounds = self.argmax_bounds.as_ref().map_or(0, ArgmaxBounds::n_bytes);
-        self.embed.n_bytes() + head + bounds + self.output_norm.len() * size_of::<f32>() + layers
+        let inputs = self.layer_inputs.as_ref().map_or(0, LayerInputs::n_bytes);
+        self.embed.n_bytes() + head + bounds + self.output_norm.len() * size_of::<f32>() + inputs + layers
     }
 
     /// Replaces one tensor. The caller has checked the number of values. Errors, without side effects: the weight is
@@ -113,6 +126,7 @@ impl Weights {
             WeightId::LmHead => return vec![(Target::Matrix(self.lm_head.as_mut().expect(ABSENT)), 0)],
             WeightId::OutputNorm => return vec![(Target::Vector(&mut self.output_norm), 0)],
             WeightId::Layer(index, part) => (index, part),
+            WeightId::LayerInputs(_) => panic!("{ABSENT}"),
         };
         let layer = &mut self.layers[index];
         let target = match part {
@@ -227,7 +241,8 @@ impl Replacement<'_> {
 impl LayerWeights {
     fn n_bytes(&self) -> usize {
         let norms = [&self.attn_norm, &self.attn_post_norm, &self.ffn_norm, &self.ffn_post_norm];
-        let n_values = norms.into_iter().flatten().map(Vec::len).sum::<usize>();
-        n_values * size_of::<f32>() + self.mixer.n_bytes() + self.feed_forward.n_bytes()
+        let n_values = norms.into_iter().chain([&self.scalar]).flatten().map(Vec::len).sum::<usize>();
+        let input = self.input.as_ref().map_or(0, InputBranch::n_bytes);
+        n_values * size_of::<f32>() + self.mixer.n_bytes() + self.feed_forward.n_bytes() + input
     }
 }

@@ -3,6 +3,8 @@
 //! A tensor is read in pieces of about 16 MiB, and each is packed before the next is read: loading needs memory for the
 //! packed weights and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
 
+mod gemma4;
+
 use super::{
     Attention, DeltaNetWeights, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert,
     ShortConvWeights, Weights,
@@ -11,7 +13,7 @@ use crate::arch::delta_net::DeltaNet;
 use crate::arch::recurrent::RecurrentLayer;
 use crate::arch::row_map::RowMap;
 use crate::arch::short_conv::ShortConv;
-use crate::arch::spec::{DeltaWeight, ExpertPart, LayerWeight, ShortConvWeight, WeightId};
+use crate::arch::spec::{DeltaWeight, ExpertPart, Gemma4Weight, LayerWeight, ShortConvWeight, WeightId};
 use crate::dtype::{ComputeMode, DType};
 use crate::error::Result;
 use crate::forward::shard::Shard;
@@ -64,6 +66,7 @@ impl Weights {
         let config = checkpoint.config();
         let lm_head = if config.tied_head { None } else { Some(packer.matrix(WeightId::LmHead)?) };
         Ok(Self {
+            layer_inputs: packer.layer_inputs()?,
             embed: packer.matrix(WeightId::Embed)?,
             lm_head,
             argmax_bounds: None,
@@ -119,6 +122,8 @@ impl Packer<'_> {
             ffn_norm: some(pre, LayerWeight::FfnNorm)?,
             ffn_post_norm: some(post, LayerWeight::FfnPostNorm)?,
             feed_forward: self.feed_forward(index)?,
+            input: self.input_branch(index)?,
+            scalar: some(config.gemma4.is_some(), LayerWeight::Gemma4(Gemma4Weight::Scalar))?,
         })
     }
 
@@ -131,13 +136,17 @@ impl Packer<'_> {
             Ok(Projection { matrix: self.matrix(at(matrix))?, bias: some(has_bias, bias)? })
         };
         let gate = config.has_attn_gate().then(|| self.matrix(at(LayerWeight::AttnGate)));
+        let has_k = config.kv_source(index) == index;
+        let projection_if =
+            |has: bool, matrix, bias| has.then(|| projection(matrix, bias, config.qkv_bias)).transpose();
         Ok(Attention {
             q: projection(LayerWeight::Q, LayerWeight::QBias, config.qkv_bias)?,
-            k: projection(LayerWeight::K, LayerWeight::KBias, config.qkv_bias)?,
-            v: projection(LayerWeight::V, LayerWeight::VBias, config.qkv_bias)?,
+            k: projection_if(has_k, LayerWeight::K, LayerWeight::KBias)?,
+            v: projection_if(config.has_v(index), LayerWeight::V, LayerWeight::VBias)?,
             gate: gate.transpose()?,
             q_norm: some(norm, LayerWeight::QNorm)?,
-            k_norm: some(norm, LayerWeight::KNorm)?,
+            k_norm: some(norm && has_k, LayerWeight::KNorm)?,
+            v_norm: config.gemma4.map(|_| vec![1.0; config.kv_heads(index).d_head]),
             sinks: some(config.arch.attn_sinks, LayerWeight::Sinks)?,
             o: projection(LayerWeight::O, LayerWeight::OBias, config.o_bias)?,
         })
@@ -227,8 +236,9 @@ impl Packer<'_> {
                 },
             })
         };
+        let dense = || mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
         let Some(experts) = config.experts_of(index) else {
-            return mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]).map(FeedForward::Dense);
+            return dense().map(FeedForward::Dense);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
         let expert = |e| mlp(parts.map(|part| LayerWeight::Expert(e, part)));
@@ -245,6 +255,11 @@ impl Packer<'_> {
             bias: some(experts.has_bias, LayerWeight::RouterBias)?,
             experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
             shared: config.d_shared.map(shared).transpose()?,
+            dense: if config.gemma4.is_some() {
+                Some(Box::new(self.dense_branch(index, dense()?)?))
+            } else {
+                None
+            },
         })
     }
 
@@ -355,7 +370,10 @@ impl Packer<'_> {
         if self.checkpoint.is_read_whole(source.stored) || !source.map.is_contiguous() {
             return source.n_rows;
         }
-        let d_head = self.checkpoint.config().d_head;
+        let d_head = match source.stored {
+            WeightId::Layer(index, _) => self.checkpoint.config().kv_heads(index).d_head,
+            _ => PANEL,
+        };
         let group = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
         let row_bytes = source.dtype.bytes_of(source.n_columns).unwrap_or(1);
         (self.piece_bytes / (row_bytes * group)).max(1) * group

@@ -13,7 +13,7 @@ use crate::load::folder::quantization::Quantization;
 use crate::load::folder::rope;
 use crate::load::folder::text_config::{self, TextConfig};
 use crate::load::folder::{CONFIG_FILE as FILE, ModelFolder};
-use crate::load::folder::{experts, options, recurrent, window};
+use crate::load::folder::{experts, gemma4, options, recurrent, window};
 use serde_json::Value;
 
 /// Reads `config.json`, including how matrices are quantized. The ids that end a completion are its own and those of
@@ -27,13 +27,14 @@ pub(crate) fn read(
     let whole = Fields { file: FILE, map: folder.config()? };
     let TextConfig { map, wrapper } = text_config::read(&whole)?;
     let fields = Fields { file: FILE, map: &map };
-    let arch = architecture_of(&fields)?;
+    let arch = gemma4::row(&fields, architecture_of(&fields)?)?;
     options::reject_unsupported(&fields, arch)?;
 
     let n_layers = fields.required_size("num_hidden_layers")?;
     let n_heads = fields.required_size("num_attention_heads")?;
     let d_model = fields.required_size("hidden_size")?;
     let d_head = d_head(&fields, arch, d_model, n_heads)?;
+    let n_kv_heads = fields.size("num_key_value_heads")?.unwrap_or(n_heads);
     let max_positions = fields.required_size("max_position_embeddings")?;
     let ropes = ropes(&fields, arch, d_head, max_positions)?;
     let mut eos = generation.eos.clone();
@@ -48,7 +49,7 @@ pub(crate) fn read(
         n_layers,
         d_model,
         n_heads,
-        n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
+        n_kv_heads,
         d_head,
         d_ff: options::d_ff(&fields, arch)?,
         vocab_size: fields.required_size("vocab_size")?,
@@ -77,6 +78,7 @@ pub(crate) fn read(
         gate: options::gate(&fields, arch)?,
         experts: experts::read(&fields, arch)?,
         d_shared: recurrent::d_shared(&fields, arch)?,
+        gemma4: gemma4::read(&fields, &whole, arch, n_kv_heads)?,
         tied_head: options::is_tied(&fields, arch)?,
         qkv_bias: options::has_bias(&fields, arch.biases.qkv)?,
         o_bias: options::has_bias(&fields, arch.biases.o)?,
@@ -88,6 +90,9 @@ pub(crate) fn read(
     config.check()?;
     config.recurrent = recurrent::layers(&fields, arch, n_layers)?;
     (config.window, config.windowed) = window::read(&fields, &config)?;
+    if let Some(gemma4) = config.gemma4 {
+        gemma4.check_layers(&config.windowed)?;
+    }
     config.rotated = rope::rotated_layers(&fields, &arch.rope, n_layers)?;
     config.check()?;
     options::expect_rotation(&fields, arch)?;
@@ -170,7 +175,8 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize, max_positions: usi
         partial,
         query_scaling: None,
     };
-    let context = rope::Context { fields: *fields, max_positions, rules };
+    let d_head_full = gemma4::d_head_full(fields, arch)?;
+    let context = rope::Context { fields: *fields, max_positions, rules, proportional: None };
     let mut has_set = false;
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(set) = fields.object(key)? else { continue };
@@ -181,7 +187,7 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize, max_positions: usi
             ropes.rope = RopeConfig::plain(theta);
             continue;
         }
-        if !set.map.values().any(Value::is_object) {
+        if !arch.gemma4 && !set.map.values().any(Value::is_object) {
             ropes.set(rope::read_set(&set, ropes.rope.theta, context)?);
             if rules.local == LocalRope::Unscaled {
                 ropes.local = Some(RopeConfig::plain(ropes.rope.theta));
@@ -194,13 +200,16 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize, max_positions: usi
             );
         };
         if let Some(set) = set.object("full_attention")? {
+            let context = rope::Context { proportional: d_head_full, ..context };
             ropes.set(rope::read_set(&set, ropes.rope.theta, context)?);
+        } else if arch.gemma4 {
+            return Err(FormatError::KeyMissing { file: FILE, key: "rope_parameters.full_attention" }.into());
         }
         if let Some(set) = set.object("sliding_attention")? {
             ropes.local = Some(rope::read_set(&set, local_theta, context)?.rope);
         }
     }
-    if rules.scaled_queries && !has_set {
+    if (rules.scaled_queries || arch.gemma4) && !has_set {
         return Err(FormatError::KeyMissing { file: FILE, key: "rope_parameters" }.into());
     }
     Ok(ropes)
@@ -210,6 +219,9 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize, max_positions: usi
 fn score_scale(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize) -> Result<f32> {
     if arch.multipliers {
         return multiplier(fields, arch, "attention_multiplier");
+    }
+    if arch.gemma4 {
+        return Ok(1.0);
     }
     let Some(scalar) = arch.query_scalar else { return Ok(1.0 / (d_head as f32).sqrt()) };
     let scalar = fields.number("query_pre_attn_scalar")?.unwrap_or(scalar.default as f64);

@@ -23,7 +23,7 @@ pub(super) fn read(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Option<Expert
     let d_ff = fields.required_size(keys.d_ff)?;
     let softmax = Experts {
         n: n.ok_or(FormatError::KeyMissing { file: CONFIG_FILE, key: keys.n })?,
-        n_used: fields.required_size("num_experts_per_tok")?,
+        n_used: fields.required_size(keys.n_used)?,
         normalize: match keys.normalize {
             Some(key) => fields.flag(key)?.unwrap_or(keys.normalize_default),
             None => true,
@@ -33,7 +33,7 @@ pub(super) fn read(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Option<Expert
         has_bias: false,
         scale: 1.0,
         n_dense: 0,
-        d_dense: d_ff,
+        d_dense: if arch.gemma4 { fields.required_size(arch.d_ff_key)? } else { d_ff },
     };
     if !keys.sigmoid {
         return Ok(Some(softmax));

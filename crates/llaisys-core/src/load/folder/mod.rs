@@ -3,6 +3,7 @@
 pub(crate) mod config;
 mod experts;
 pub mod fields;
+mod gemma4;
 pub mod generation_config;
 mod options;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]

@@ -5,6 +5,7 @@ use crate::arch::bounds::bounded;
 use crate::arch::spec::{Activation, ArchSpec};
 use crate::error::{Result, Unsupported};
 use crate::load::folder::fields::Fields;
+use crate::load::folder::gemma4;
 use crate::ops::{ClampedSilu, Gate};
 
 /// Both spellings of the number of experts. Published files have one of them, depending on the architecture;
@@ -28,7 +29,9 @@ pub(super) fn reject_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result
     }
     // Hunyuan's second key is for layers that share keys and values.
     for key in ["use_bidirectional_attention", "use_cla"] {
-        if fields.flag(key)? == Some(true) {
+        if arch.gemma4 {
+            gemma4::reject_bidirectional(fields)?;
+        } else if fields.flag(key)? == Some(true) {
             return Err(Unsupported::feature(key, true, "false").into());
         }
     }

@@ -2,7 +2,8 @@
 
 use crate::arch::bounds::bounded;
 use crate::arch::rope::{
-    LongRope, QueryScaling, RopeConfig, RopeRules, RopeScaling, longrope_amplitude, yarn_amplitude,
+    LongRope, NOT_TURNED, QueryScaling, RopeConfig, RopeRules, RopeScaling, longrope_amplitude,
+    yarn_amplitude,
 };
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
@@ -20,6 +21,8 @@ pub(super) struct Context<'a> {
     pub(super) max_positions: usize,
     /// Those of the architecture.
     pub(super) rules: &'a RopeRules,
+    /// The width of heads where a set may state which share of their pairs turns; None: it may not.
+    pub(super) proportional: Option<usize>,
 }
 
 impl Context<'_> {
@@ -94,6 +97,7 @@ pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Re
             long = Some(LongRope { original, rope: RopeConfig { theta, scaling: factors("long_factor")? } });
             factors("short_factor")?
         }
+        "proportional" if let Some(width) = context.proportional => proportional(set, width)?,
         other => {
             let supported = "default, linear, llama3, yarn, longrope";
             return Err(
@@ -104,9 +108,22 @@ pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Re
     Ok(RopeSet {
         rope: RopeConfig { theta, scaling },
         long,
-        partial: partial_rotation(set, context.rules)?,
+        partial: if kind == Some("proportional") { None } else { partial_rotation(set, context.rules)? },
         query_scaling: query_scaling(set, context)?,
     })
+}
+
+/// Reads which pairs of a head of `width` elements turn: the first ones, with the frequencies of the whole head.
+/// Errors: a share that is not above 0 and up to 1.
+fn proportional(set: &Fields<'_>, width: usize) -> Result<RopeScaling> {
+    const KEY: &str = "partial_rotary_factor";
+    let share = set.number(KEY)?.unwrap_or(1.0);
+    bounded(KEY, share, 1e-3, 1.0)?;
+    bounded("global_head_dim", width as f64, 2.0, f64::from(1 << 10))?;
+    let n_turned = (share * width as f64 / 2.0) as usize;
+    let divisor = set.number("factor")?.unwrap_or(1.0) as f32;
+    let factors = (0..width / 2).map(|pair| if pair < n_turned { divisor } else { NOT_TURNED }).collect();
+    Ok(RopeScaling::PerPair { factors, amplitude: 1.0 })
 }
 
 /// Reads the scaling of queries by position; a `beta` of 0 means none. Errors: one in an architecture without it; none

@@ -38,6 +38,10 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
     let has_window = keys.size(WINDOW_KEY)?.is_some_and(|window| window > 0);
     let arch = spec::find_gguf(architecture, n_experts, has_window)?;
+    if arch.gemma4 {
+        let (what, supported) = ("a GGUF file of the architecture", "its folder with safetensors files");
+        return Err(Unsupported::feature(what, architecture, supported).into());
+    }
     reject_unsupported(&keys, arch)?;
     reject_single_experts(header)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
@@ -97,6 +101,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         gate: arch.activation.gate(),
         experts: experts::read(&keys, arch, n_experts, d_ff)?,
         d_shared: recurrent::d_shared(&keys, arch)?,
+        gemma4: None,
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
         qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
         o_bias: has_bias(header, arch, arch.biases.o, &[LayerWeight::OBias]),

@@ -63,7 +63,7 @@ impl AttentionCase {
                 cases.push(Self { heads, d_head, dtype, sequences, ..Self::plain() });
             }
         };
-        for d_head in [2, 16, 24, 32, 64, 80, 96, 128, 256] {
+        for d_head in [2, 16, 24, 32, 64, 80, 96, 128, 256, 512] {
             add((6, 2), d_head, &mixed);
         }
         for heads in [(1, 1), (4, 4), (9, 3), (14, 2), (7, 1), (40, 1)] {

@@ -47,7 +47,7 @@ use std::ops::Range;
 pub(crate) use scratch::Scratch;
 
 /// Largest `d_head`.
-pub const MAX_D_HEAD: usize = 256;
+pub const MAX_D_HEAD: usize = 512;
 /// Cells in a block.
 const BLOCK: usize = 128;
 /// The most spans of a row.

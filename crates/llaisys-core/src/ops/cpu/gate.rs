@@ -171,7 +171,7 @@ impl Gate {
     }
 }
 
-trait Function {
+pub(super) trait Function {
     /// Applies the function to `N` gates.
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F;
 }
@@ -214,7 +214,7 @@ pub(super) fn silu<L: Lanes>(lanes: L, x: L::F) -> L::F {
     lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
 }
 
-struct GeluTanh;
+pub(super) struct GeluTanh;
 
 impl Function for GeluTanh {
     #[inline(always)]

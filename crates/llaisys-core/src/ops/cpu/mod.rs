@@ -13,6 +13,7 @@ pub(super) mod gate;
 pub(super) mod gated_norm;
 pub(super) mod gather;
 pub(super) mod gelu;
+pub(super) mod gelu_columns;
 pub(super) mod isa;
 mod kv_element;
 pub(super) mod kv_store;

@@ -38,6 +38,8 @@ pub struct Routing<'a> {
     pub normalize: bool,
     /// Factor of the weights.
     pub scale: f32,
+    /// Another factor of the weight of each expert. `[n_experts]`
+    pub expert_scale: Option<&'a [f32]>,
 }
 
 /// Added to the sum of sigmoids by which weights are divided, as transformers does in LFM2.
@@ -50,7 +52,7 @@ const SUM_EPS: f32 = 1e-6;
 ///
 /// Source: arXiv:2401.04088; sigmoids with a bias: arXiv:2408.15664.
 pub fn route(logits: &[f32], routing: Routing<'_>, routes: &mut Routes) {
-    let Routing { n_experts, n_used, sigmoid, bias, normalize, scale } = routing;
+    let Routing { n_experts, n_used, sigmoid, bias, normalize, scale, expert_scale } = routing;
     routes.experts.clear();
     routes.weights.clear();
     routes.n_used = n_used;
@@ -74,7 +76,8 @@ pub fn route(logits: &[f32], routing: Routing<'_>, routes: &mut Routes) {
             (true, false) => 1.0,
         };
         let total = if sigmoid && normalize { total + SUM_EPS } else { total };
-        routes.weights.extend(chosen.iter().map(|&i| score(i) / total * scale));
+        let of_expert = |i: u32| expert_scale.map_or(1.0, |factors| factors[i as usize]);
+        routes.weights.extend(chosen.iter().map(|&i| score(i) / total * scale * of_expert(i)));
         routes.experts.extend_from_slice(chosen);
     }
 }

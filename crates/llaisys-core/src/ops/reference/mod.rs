@@ -12,6 +12,7 @@ pub mod gated_norm;
 pub mod gather;
 pub mod geglu;
 pub mod gelu;
+pub mod gelu_columns;
 pub mod kv_store;
 pub mod layer_norm;
 pub mod linear;
