@@ -184,7 +184,7 @@ pub(super) fn digits(format: PackedFormat) -> impl Iterator<Item = (usize, usize
 
 /// The place of one part of an integer in a group's integers: its byte, and the number of bits below it in that byte.
 /// The part has `bits` bits from bit `low` of element `i` of column `c` on.
-pub(super) const fn digit_place((low, bits): (usize, usize), c: usize, i: usize) -> (usize, usize) {
+pub(super) const fn digit_place(low: usize, bits: usize, c: usize, i: usize) -> (usize, usize) {
     let (k, per_byte) = (i / 4, 8 / bits);
     ((low + k / per_byte) * LINE + c * 4 + i % 4, k % per_byte * bits)
 }

@@ -72,7 +72,7 @@ pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block 
     let mut q = [0; BLOCK_LEN];
     for (low, bits) in digits(format) {
         for (i, q) in q.iter_mut().enumerate() {
-            let (byte, shift) = digit_place((low, bits), c, i);
+            let (byte, shift) = digit_place(low, bits, c, i);
             *q |= (integers[byte] >> shift & (0xff >> (8 - bits))) << low;
         }
     }
