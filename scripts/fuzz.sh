@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 minutes=${1:-10}
 shift || true
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(safetensors fp8 packed mxfp4 gguf index config encoder generation tokenizer batch)
+[ ${#targets[@]} -gt 0 ] || targets=(safetensors fp8 packed mxfp4 gguf index config encoder adapter adapter_config generation tokenizer batch)
 
 home=$PWD/target/fuzz
 memory=/dev/shm/llaisys-fuzz # fuzz/.cargo/config.toml names it too

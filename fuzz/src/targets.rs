@@ -1,19 +1,22 @@
 //! One target for each parser. The input is a whole file, which is written where the parser reads it.
 
+use crate::model_files::adapter::Adapter;
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
 use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp8_config};
 use crate::model_files::{TempFolder, check, gpt_oss};
+use llaisys_core::arch::spec::LayerWeight;
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::encoder::{EncoderCheckpoint, Part};
 use llaisys_core::load::folder::ModelFolder;
 use llaisys_core::load::gguf::Header;
+use llaisys_core::load::lora::LoraCheckpoint;
 use llaisys_core::load::tokenizer_json;
 use llaisys_core::threads::Pool;
 
 /// The last one must fail. It verifies that failures are detected.
-pub const NAMES: [&str; 12] = [
+pub const NAMES: [&str; 14] = [
     "safetensors",
     "fp8",
     "packed",
@@ -22,6 +25,8 @@ pub const NAMES: [&str; 12] = [
     "index",
     "config",
     "encoder",
+    "adapter",
+    "adapter_config",
     "generation",
     "tokenizer",
     "batch",
@@ -34,6 +39,8 @@ pub fn find(name: &str) -> Target {
         "index" => (Kind::Folder, "model.safetensors.index.json"),
         "config" => (Kind::Folder, "config.json"),
         "encoder" => (Kind::Encoder, "config.json"),
+        "adapter" => (Kind::Adapter, "adapter_model.safetensors"),
+        "adapter_config" => (Kind::Adapter, "adapter_config.json"),
         "generation" => (Kind::Folder, "generation_config.json"),
         "gguf" => (Kind::Gguf, "x.gguf"),
         "tokenizer" => (Kind::Tokenizer, "tokenizer.json"),
@@ -53,6 +60,9 @@ pub fn find(name: &str) -> Target {
         folder.write_sharded(&scratch, 2);
     } else {
         folder.write(&scratch);
+    }
+    if matches!(kind, Kind::Adapter) {
+        Adapter::small().write(&scratch);
     }
     if name == "encoder" {
         scratch.write(
@@ -91,6 +101,8 @@ enum Kind {
     Folder,
     /// The configuration of an encoder. Its tensors are those of BERT.
     Encoder,
+    /// A file of an adapter for a small model.
+    Adapter,
     Gguf,
     Tokenizer,
     Batch,
@@ -115,6 +127,14 @@ impl Target {
                 let folder = ModelFolder::open(self.scratch.path()).expect("the folder exists");
                 if let Ok(Some(checkpoint)) = EncoderCheckpoint::open(&folder, self.scratch.path()) {
                     check_encoder(&checkpoint);
+                }
+            }
+            Kind::Adapter => {
+                self.scratch.write(self.file, input);
+                let model = Checkpoint::open(self.scratch.path()).expect("`find` has written it");
+                match LoraCheckpoint::open(self.scratch.path(), model.config(), 8) {
+                    Ok(adapter) => check_adapter(&adapter),
+                    Err(error) => assert!(error.to_string().len() <= 8 * input.len() + 4096),
                 }
             }
             // Allocates twice the bound for inputs that begin with an odd byte.
@@ -170,7 +190,7 @@ impl Target {
                 seeds.extend(quantized.map(|folder| serde_json::to_vec(&folder.config).expect("it is JSON")));
                 seeds
             }
-            Kind::Folder => {
+            Kind::Folder | Kind::Adapter => {
                 vec![std::fs::read(self.scratch.file(self.file)).expect("`find` has written it")]
             }
         }
@@ -203,6 +223,22 @@ fn check_encoder(checkpoint: &EncoderCheckpoint) {
             }
         }
     }
+}
+
+/// Reads every matrix of an opened adapter. Numbers that are not finite are an error.
+fn check_adapter(adapter: &LoraCheckpoint) {
+    let pool = Pool::new(1).expect("one thread starts");
+    let (q, k, v, o) = (LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O);
+    let parts = [q, k, v, o, LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down];
+    let modules: Vec<_> = parts.iter().filter_map(|&part| adapter.module(0, part)).collect();
+    assert!(!modules.is_empty(), "an adapter has a module of this model");
+    for module in modules {
+        assert!((1..=8).contains(&module.rank) && adapter.rank() >= module.rank);
+        for matrix in [adapter.a(module, &pool), adapter.b(module, &pool)].into_iter().flatten() {
+            assert!(matrix.len() >= module.rank && matrix.iter().all(|value| value.is_finite()));
+        }
+    }
+    adapter.hash().expect("the file is not changed");
 }
 
 /// Reads the input as arrays: three lengths, then their bytes. Missing bytes are zero.

@@ -1,5 +1,6 @@
 //! Writers of small model files, valid and damaged ones.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
+pub mod adapter;
 pub mod folder;
 pub mod gguf;
 pub mod gpt_oss;
