@@ -6,10 +6,11 @@ The name and the role are those of vLLM's `RequestOutputCollector`. Call it on t
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Callable
+
+import msgspec
 
 from llaisys.errors import LlaisysError
 from llaisys.output_processor import append_delta
@@ -24,6 +25,7 @@ _LOGPROB_BYTES_PER_BYTE = 8
 _ID_BYTES = 8
 # Maximum number of reader lags that are kept; the oldest are dropped.
 N_LAGS_MAX = 256
+_encoder = msgspec.json.Encoder()
 
 
 class RequestOutputCollector:
@@ -115,8 +117,7 @@ def _size(delta: RequestOutput) -> int:
     """
     n_bytes = 0
     for completion in delta.outputs:
-        quoted = json.dumps(completion.text, ensure_ascii=False)
-        n_bytes += len(quoted.encode("utf-8", "backslashreplace")) - 2  # merged texts share their quotes
+        n_bytes += len(_encoder.encode(completion.text)) - 2  # merged texts share their quotes
         n_bytes += _ID_BYTES * len(completion.token_ids)
         for entry in completion.logprobs or ():
             names = [(each.decoded_token or "").encode("utf-8", "replace") for each in entry.values()]

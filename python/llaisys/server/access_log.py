@@ -140,10 +140,9 @@ def note_request(request: Request, model: str, params: SamplingParams) -> None:
 
 
 def note_first_token(request: Request, queued_s: float) -> None:
-    """Note, once, the time to the first token and the time in the queue."""
-    if "first_token_s" not in notes_of(request):
-        first_token_s = round(time.monotonic() - request.state.started_s, 6)
-        note(request, queued_s=round(queued_s, 6), first_token_s=first_token_s)
+    """Note the time until now, when the first token has arrived, and the time in the queue."""
+    first_token_s = round(time.monotonic() - request.state.started_s, 6)
+    note(request, queued_s=round(queued_s, 6), first_token_s=first_token_s)
 
 
 def notes_of(request: Request) -> dict[str, Any]:

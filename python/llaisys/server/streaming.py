@@ -97,6 +97,7 @@ class CompletionResponse(Response):
         self._extra_headers = dict(headers)
         self._entry: RequestEntry | None = None
         self._is_cancelled = False
+        self._has_token = False
         self._n_bytes = 0  # collected so far
         self._is_collected = False
         self.is_stream = False
@@ -232,7 +233,8 @@ class CompletionResponse(Response):
         for output in delta.outputs:
             if output.finish_reason not in NORMAL_FINISH_REASONS:
                 raise ended(str(output.finish_reason))
-        if any(output.token_ids for output in delta.outputs):
+        if not self._has_token and any(output.token_ids for output in delta.outputs):
+            self._has_token = True
             note_first_token(self._request, delta.queued_s)
         self._builder.usage.add(index, delta)
         return self._builder.chunks(index, delta)

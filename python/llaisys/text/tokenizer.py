@@ -73,6 +73,7 @@ class Tokenizer:
         self._added = frozenset(added)
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._tokens = _tokens_by_id(backend)
+        self._bytes_by_id: dict[int, bytes] = {}
         self._bytes_per_token_max = _bytes_per_token_max(backend, self._tokens)
 
     @property
@@ -199,6 +200,14 @@ class Tokenizer:
 
     def id_to_bytes(self, id: int) -> bytes:
         """Return the bytes of one token; empty if there is no such token."""
+        known = self._bytes_by_id.get(id)
+        if known is None:
+            known = self._token_bytes(id)
+            if known:  # so that the vocabulary bounds the cache
+                self._bytes_by_id[id] = known
+        return known
+
+    def _token_bytes(self, id: int) -> bytes:
         token = self._tokens[id] if 0 <= id < len(self._tokens) else ""
         if self._is_sentencepiece:
             byte = None if id in self._added else _BYTE_TOKEN.fullmatch(token)
