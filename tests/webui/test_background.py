@@ -461,13 +461,15 @@ def test_reasoning_goes_on_after_a_reload(context: BrowserContext, tmp_path: Pat
 
 def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: Path) -> None:
     """The page is reloaded while the model writes the call, whose result is then sent in the background."""
-    text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 300, "maxLength": 320}}}
-    note = {"type": "function", "name": "note", "parameters": {**text, "required": ["text"]}}
+    text = {"type": "object", "properties": {"text": {"const": "again and " * 200}}}
+    schema = {**text, "required": ["text"], "additionalProperties": False}
+    note = {"type": "function", "name": "note", "parameters": schema}
     flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--tool-call-parser", "hermes")
     with serving(tmp_path, MODEL, *flags) as server:
         chat = Chat.open(context, server.url)
         turn_on(chat)
-        chat.with_fields(RESPONSES, temperature=0, tools=[note], tool_choice="required")
+        one_call = {"tools": [note], "tool_choice": "required", "parallel_tool_calls": False}
+        chat.with_fields(RESPONSES, temperature=0, **one_call)
         chat.send("Hello")
         path = f"/v1/responses/{response_id(chat)}"
         chat.wait_for(lambda: server.http.get(path).is_success)  # the page chooses the id before it sends it

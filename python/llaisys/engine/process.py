@@ -57,7 +57,12 @@ END_S = 10.0
 # Up to LOG_QUEUED_BYTES_MAX bytes wait while the reader of our stderr stalls. Further output is dropped,
 # because it must not block the engine.
 LOG_LINES, LOG_TAIL_BYTES, LOG_QUEUED_BYTES_MAX = 20, 16 << 10, 256 << 10
-_BOOT = "import sys; sys.path[:] = {}; from llaisys.engine.process_main import main; main({}, {})"
+# The parent handles Ctrl-C, so the child gets its own process group. A session (setsid) would do, too, but
+# has a scheduling group of its own (autogroup), and Linux 6.18 let one wait for a CPU for minutes.
+_BOOT = (
+    "import os, sys; os.setpgid(0, 0); sys.path[:] = {}; "
+    "from llaisys.engine.process_main import main; main({}, {})"
+)
 
 log = logging.getLogger(__name__)
 
@@ -342,7 +347,6 @@ def _spawn(theirs: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # the parent handles Ctrl-C
         )
     except BaseException:
         os.close(log_pipe)
