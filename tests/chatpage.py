@@ -72,7 +72,8 @@ FEED = """
 })();
 """
 
-# Of a list that scrolls: whether its end is in view. Heights are rounded.
+# Of a list that scrolls: where its view is, and whether its end is in view. Heights are rounded.
+SCROLL_TOP = "(list) => list.scrollTop"
 AT_END = "(list) => list.scrollTop > 0 && list.scrollHeight - list.scrollTop - list.clientHeight <= 1"
 
 # Counts nodes that are added or removed in completions.
@@ -147,6 +148,18 @@ class Chat:
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds; the page's callbacks run meanwhile."""
         block_until(condition, lambda pause_s: self.page.wait_for_timeout(1000 * pause_s))
+
+    def scroll_up(self, list_: Locator, px: int) -> int:
+        """Scroll a list up by the wheel; return the position of its view once the animation has ended.
+
+        Playwright hovers after two frames, in which new rows get their heights and move the end of the list.
+        """
+        list_.hover()
+        top_px = int(list_.evaluate(SCROLL_TOP)) - px
+        self.page.mouse.wheel(0, -px)
+        # A busy machine may show no step of the animation for many frames.
+        self.wait_for(lambda: list_.evaluate(SCROLL_TOP) == top_px)
+        return top_px
 
     def mounted(self) -> None:
         expect(self.page.get_by_label("Model", exact=True)).to_be_visible()

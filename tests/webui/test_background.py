@@ -461,8 +461,8 @@ def test_reasoning_goes_on_after_a_reload(context: BrowserContext, tmp_path: Pat
 
 def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: Path) -> None:
     """The page is reloaded while the model writes the call, whose result is then sent in the background."""
-    text = {"type": "object", "properties": {"text": {"const": "again and " * 200}}}
-    schema = {**text, "required": ["text"], "additionalProperties": False}
+    text = {"text": {"const": "again and " * 200}}
+    schema = {"type": "object", "properties": text, "required": ["text"], "additionalProperties": False}
     note = {"type": "function", "name": "note", "parameters": schema}
     flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--tool-call-parser", "hermes")
     with serving(tmp_path, MODEL, *flags) as server:

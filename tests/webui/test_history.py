@@ -10,16 +10,6 @@ from chatpage import AT_END, Chat
 from serving import Server
 
 WHEEL_PX = 1500
-# Scrolling by the wheel is animated, and a busy machine may show no step of it for many frames. Of a list at
-# its end, which itself moves when rows get their heights: notes when the animation has ended.
-NOTE_SCROLLED_UP = """
-(list) => {
-    window.scrolledUp = false;
-    list.addEventListener("scrollend", () => {
-        window.scrolledUp ||= list.scrollHeight - list.scrollTop - list.clientHeight > 1;
-    });
-}
-"""
 LONG = "\n\n".join(f"Paragraph {i}." for i in range(120))
 
 
@@ -112,10 +102,7 @@ def test_a_chat_keeps_its_place(chat: Chat) -> None:
     three(chat, LONG)
     region = chat.page.get_by_role("region", name="Conversation")
     chat.wait_for(lambda: region.evaluate(AT_END))
-    region.evaluate(NOTE_SCROLLED_UP)
-    region.hover()
-    chat.page.mouse.wheel(0, -WHEEL_PX)
-    chat.wait_for(lambda: chat.page.evaluate("window.scrolledUp"))
+    chat.scroll_up(region, WHEEL_PX)
     expect(chat.page.get_by_role("button", name="To the end")).to_be_visible()
     before = top_of_view(chat)
     for leave in ("back", "reload", "click"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from chatpage import AT_END, COMPLETIONS, Chat
+from chatpage import AT_END, COMPLETIONS, SCROLL_TOP, Chat
 
 PARAGRAPHS = [f"paragraph {i} of a long completion with some words in it\n\n" for i in range(80)]
 
@@ -30,13 +30,9 @@ def test_a_view_that_was_scrolled_up_stays_and_offers_the_end(fed: Chat, wheel_p
     fed.feed("".join(PARAGRAPHS[:30]))
     region = conversation(fed.page)
     fed.wait_for(lambda: region.evaluate(AT_END))
-    top = region.evaluate("(list) => list.scrollTop") - wheel_px
-    region.hover()
-    fed.page.mouse.wheel(0, -wheel_px)
-    # The wheel scrolls over several frames.
-    fed.wait_for(lambda: region.evaluate("(list) => list.scrollTop") == top)
+    top_px = fed.scroll_up(region, wheel_px)
     fed.feed(*PARAGRAPHS[30:40])
-    assert region.evaluate("(list) => list.scrollTop") == top
+    assert region.evaluate(SCROLL_TOP) == top_px
     fed.button("To the end").click()
     expect(fed.text.locator(".block").last).to_be_in_viewport()
     expect(fed.button("To the end")).to_have_count(0)
