@@ -28,17 +28,20 @@ GOLDENS = ROOT / "tests" / "data" / "goldens"
 # The archive and the source tree without tests/data (8 MB) may have 64 MiB together.
 LIMIT_MB = 48.0
 PYTHON, PLATFORMS = "3.12", [f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)]
-# The packages that `import llaisys` needs and that PyTorch and transformers do not install.
+# The packages that `import llaisys` and the server need and that PyTorch and transformers do not install.
 PACKAGES = (
     "annotated-types",
+    "fastapi",
     "llguidance",
     "msgspec",
     "pydantic",
     "pydantic-settings",
     "pydantic_core",
     "python-dotenv",
+    "starlette",
     "typing-inspection",
     "typing_extensions",
+    "uvicorn",
 )
 
 

@@ -29,6 +29,10 @@ DRY = {
     "phase2_greedy": ({"tiny, random"}, {"SmolLM2, 8 layers"}),
     "phase3_steps": ({"device", "tiny, batch 1", "tiny, batch 3"}, set()),
     "phase4_workload": ({"tiny, ours", "tiny, ours, streams"}, {"tiny, transformers", "tiny, nano-vllm"}),
+    "phase5_server": (
+        {"one completion", "4 streams", "--cuda-sync", "--cuda-overlap"},
+        {"restart after a fault"},
+    ),
 }
 
 
