@@ -4,7 +4,7 @@ use crate::model_files::adapter::Adapter;
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
 use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp8_config};
-use crate::model_files::{TempFolder, check, gpt_oss};
+use crate::model_files::{TempFolder, check, gemma4, gpt_oss};
 use llaisys_core::arch::spec::LayerWeight;
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
@@ -160,7 +160,7 @@ impl Target {
         match self.kind {
             Kind::Gguf => {
                 let files = ["llama", "qwen2", "qwen3"].map(Gguf::small).into_iter();
-                files.chain([gpt_oss::gguf()]).map(|file| file.bytes()).collect()
+                files.chain([gpt_oss::gguf(), gemma4::gguf()]).map(|file| file.bytes()).collect()
             }
             Kind::Tokenizer => vec![small_tokenizer()],
             Kind::Canary => vec![vec![0; 4]],
@@ -183,9 +183,9 @@ impl Target {
                 let wrapped = include_bytes!("../../tests/data/goldens/qwen3_5_moe_bf16/config.json");
                 let hybrid = include_bytes!("../../tests/data/goldens/qwen3_next_bf16/config.json");
                 let short_conv = include_bytes!("../../tests/data/goldens/lfm2_bf16/config.json");
-                let gemma4 = include_bytes!("../../tests/data/goldens/gemma4_bf16/config.json");
+                let layered = include_bytes!("../../tests/data/goldens/gemma4_bf16/config.json");
                 let sigmoid = include_bytes!("../../tests/data/goldens/lfm2_moe_bf16/config.json");
-                seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid, gemma4].map(<[u8]>::to_vec));
+                seeds.extend([&real[..], wrapped, hybrid, short_conv, sigmoid, layered].map(<[u8]>::to_vec));
                 let quantized = [fp8(), packed(), gpt_oss::folder(true)];
                 seeds.extend(quantized.map(|folder| serde_json::to_vec(&folder.config).expect("it is JSON")));
                 seeds

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import GgufTokenizer
-from llaisys.text.spm import build_spm
+from llaisys.text.spm import build_spm, merges_by_score
 
 VOCAB_MAX = 1 << 20
 MERGES_MAX = 1 << 21
+# `tokenizer.ggml.model`: merges of bytes; scores, or merges, of characters.
+_MODELS = ("gpt2", "llama", "gemma4")
 
 # Values of `tokenizer.ggml.token_type` (GGUF specification) that are matched in text before the merges.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -71,9 +74,9 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
 
     Raises UnsupportedError naming an unknown `model` or `pre`, RejectedError for inconsistent metadata.
     """
-    if gguf.model not in ("gpt2", "llama"):
+    if gguf.model not in _MODELS:
         raise UnsupportedError(
-            f"tokenizer.ggml.model is {gguf.model!r}; supported are 'gpt2' and 'llama' (BPE)", param="model"
+            f"tokenizer.ggml.model is {gguf.model!r}; supported are {', '.join(_MODELS)} (BPE)", param="model"
         )
     pre = _PRE.get(gguf.pre)
     if pre is None:
@@ -81,7 +84,7 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
             f"tokenizer.ggml.pre is {gguf.pre!r}; supported are {', '.join(_PRE)}", param="model"
         )
     _check(gguf)
-    backend = build_spm(gguf) if gguf.model == "llama" else _byte_level(gguf, pre)
+    backend = _byte_level(gguf, pre) if gguf.model == "gpt2" else _spm(gguf)
     backend.add_special_tokens(_added(gguf, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
     backend.add_tokens(_added(gguf, lambda kind: kind == _USER_DEFINED, special=False))
     if gguf.add_bos and gguf.bos is not None:
@@ -92,7 +95,8 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
 
 
 def _byte_level(gguf: GgufTokenizer, pre: _Pre) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(_model(gguf, pre))
+    model = _model(gguf, [_merge(line) for line in gguf.merges], ignore_merges=pre.whole_words)
+    backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC() if pre.nfc else None
     splits: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits
@@ -101,6 +105,14 @@ def _byte_level(gguf: GgufTokenizer, pre: _Pre) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _spm(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
+    has_scores = gguf.model == "llama"
+    merges = merges_by_score(gguf) if has_scores else [_merge(line) for line in gguf.merges]
+    unk = None if gguf.unk is None else gguf.tokens[gguf.unk]
+    model = _model(gguf, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    return build_spm(model, add_space_prefix=bool(gguf.add_space_prefix))
 
 
 def _check(gguf: GgufTokenizer) -> None:
@@ -122,11 +134,10 @@ def _check(gguf: GgufTokenizer) -> None:
             raise RejectedError(f"the GGUF's {name} token id {id} is not below {n_tokens}", param="model")
 
 
-def _model(gguf: GgufTokenizer, pre: _Pre) -> models.BPE:
-    merges = [_merge(line) for line in gguf.merges]
+def _model(gguf: GgufTokenizer, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     vocab = {token: id for id, token in enumerate(gguf.tokens)}
     try:
-        return models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.whole_words)
+        return models.BPE(vocab=vocab, merges=merges, **options)
     except Exception as e:  # `tokenizers` raises plain Exception (a part of a merge is not a token)
         raise RejectedError(f"the GGUF's merges do not fit its tokens: {e}", param="model") from e
 

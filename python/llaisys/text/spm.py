@@ -1,9 +1,10 @@
-"""Builds SentencePiece's BPE tokenizer from a GGUF file (`tokenizer.ggml.model` = llama).
+"""Builds SentencePiece's BPE tokenizer from a GGUF file (`tokenizer.ggml.model` = llama or gemma4).
 
-Such a file has tokens with scores, and no merges. Text becomes characters, with U+2581 for spaces. Adjacent
-pieces that together form a token are merged: highest score first, leftmost on a tie. A remaining piece that
-is not a token becomes its UTF-8 bytes' tokens (`<0x0A>`). This equals BPE with every split of a token into
-two tokens as a merge, ranked by the token's score. Source: llama.cpp's `src/llama-vocab.cpp`.
+Text becomes characters, with U+2581 for spaces. Adjacent pieces that together form a token are merged. A
+remaining piece that is not a token becomes its UTF-8 bytes' tokens (`<0x0A>`). Gemma 4's file has merges. The
+other one has tokens with scores instead: the highest score is merged first, the leftmost on a tie. This
+equals BPE with every split of a token into two tokens as a merge, ranked by the token's score. Source:
+llama.cpp's `src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,12 @@ PIECE_MAX = 512
 _MERGED_TYPES = (1, 4)
 
 
-def build_spm(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
-    """Return the `tokenizers` object without added tokens. The lists in `gguf` have equal lengths.
-
-    Raises RejectedError for a token above `PIECE_MAX` characters or missing scores.
-    """
-    vocab = {token: id for id, token in enumerate(gguf.tokens)}
-    unk = None if gguf.unk is None else gguf.tokens[gguf.unk]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(gguf), unk_token=unk, fuse_unk=True, byte_fallback=True)
-    )
+def build_spm(model: models.BPE, *, add_space_prefix: bool) -> tokenizers.Tokenizer:
+    """Return the `tokenizers` object of a model of characters and bytes, without added tokens."""
+    backend = tokenizers.Tokenizer(model)
     space = normalizers.Replace(" ", SPACE)
     unspace = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if gguf.add_space_prefix:
+    if add_space_prefix:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), space])
         backend.decoder = decoders.Sequence([*unspace, decoders.Strip(" ", 1, 0)])
     else:
@@ -43,7 +37,11 @@ def build_spm(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
     return backend
 
 
-def _merges(gguf: GgufTokenizer) -> list[tuple[str, str]]:
+def merges_by_score(gguf: GgufTokenizer) -> list[tuple[str, str]]:
+    """Return the merges that follow from the scores. The other lists in `gguf` have equal lengths.
+
+    Raises RejectedError for a token above `PIECE_MAX` characters or missing scores.
+    """
     if gguf.scores is None or len(gguf.scores) != len(gguf.tokens):
         raise RejectedError("the GGUF's scores do not match its tokens one to one", param="model")
     entries = zip(gguf.tokens, gguf.scores, gguf.token_types, strict=True)

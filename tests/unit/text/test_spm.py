@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
@@ -71,6 +74,47 @@ pieces = st.lists(
     max_size=25,
     unique=True,
 )
+
+
+@given(text=st.text(alphabet=st.one_of(st.sampled_from("ab \n\u00e9"), st.characters(codec="utf-8"))))
+def test_gemma4_ids_equal_those_of_its_tokenizer_json(text: str) -> None:
+    """Gemma's tokenizer.json has the same model, and splits at spaces that the normalizer has replaced."""
+    pairs = [("a", "b"), (SPACE, "a"), (SPACE, SPACE), (SPACE, "ab"), ("\n", "\n"), ("ab", "ab")]
+    stated = gguf(["\n", *(left + right for left, right in pairs)])
+    stated = replace(stated, model="gemma4", merges=[f"{a} {b}" for a, b in pairs], add_space_prefix=None)
+    model = {
+        "type": "BPE",
+        "unk_token": "<unk>",
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "vocab": {token: id for id, token in enumerate(stated.tokens)},
+        "merges": pairs,
+    }
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    unspace = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    original = tokenizers.Tokenizer.from_str(
+        json.dumps(
+            {
+                "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+                "pre_tokenizer": split,
+                "decoder": {
+                    "type": "Sequence",
+                    "decoders": [unspace, {"type": "ByteFallback"}, {"type": "Fuse"}],
+                },
+                "model": model,
+            }
+        )
+    )
+    ids = original.encode(text, add_special_tokens=False).ids
+    built = build_gguf(stated)
+    assert built.encode(text, add_special_tokens=False).ids == ids
+    assert built.decode(ids) == original.decode(ids)
+
+
+def test_gemma4_merges_that_are_no_tokens_are_rejected() -> None:
+    stated = replace(gguf(["ab"]), model="gemma4", merges=["a b", "b c"], add_space_prefix=None)
+    with pytest.raises(RejectedError, match="merges do not fit"):
+        build_gguf(stated)
 
 
 @given(pieces=pieces, text=letters, prefix=st.booleans())

@@ -4,7 +4,7 @@ mod gemma4;
 mod gpt_oss;
 mod hybrid;
 
-pub use gemma4::{GEMMA4_FOLDER_NAMES, Gemma4Weight, LayerInputWeight};
+pub use gemma4::{GEMMA4_FOLDER_NAMES, GEMMA4_GGUF_NAMES, Gemma4Weight, LayerInputWeight};
 pub use gpt_oss::{GPT_OSS_FOLDER_NAMES, GPT_OSS_GGUF_NAMES};
 pub use hybrid::{
     LFM2_FOLDER_NAMES, LFM2_GGUF_NAMES, QWEN3_5_FOLDER_NAMES, QWEN3_5_GGUF_NAMES, QWEN3_5_MOE_FOLDER_NAMES,

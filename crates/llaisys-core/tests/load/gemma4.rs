@@ -3,7 +3,6 @@
 
 use super::hybrids::{config, with};
 use crate::common::settings;
-use crate::model_files::gguf::Gguf;
 use crate::model_files::{TempFolder, assert_names, check, format_error, golden, unsupported};
 use llaisys_core::arch::gemma4::Placeholders;
 use llaisys_core::arch::rope::{NOT_TURNED, RopeConfig, RopeScaling};
@@ -173,8 +172,6 @@ fn what_is_not_supported_is_rejected_by_name() {
     refused(DENSE, "rope_parameters", part, &["partial_rotary_factor", "0.25"]);
     with(DENSE, &[("use_bidirectional_attention", json!("vision"))]).unwrap();
 
-    let file = Gguf::small("gemma4").open();
-    assert_names(&unsupported(file), &["a GGUF file of the architecture", "gemma4", "folder"]);
     let error = Shard { rank: 0, world: 2 }.config(&config(DENSE)).unwrap_err();
     assert_names(&error, &["tensor parallelism", "Gemma4ForCausalLM", "heads of one width"]);
     let mut context = Context::load(&golden(DENSE), settings()).unwrap();

@@ -16,6 +16,7 @@ mod config;
 mod families;
 mod folder;
 mod gemma4;
+mod gemma4_file;
 mod gguf;
 mod gguf_config;
 mod gpt_oss;

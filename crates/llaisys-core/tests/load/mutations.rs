@@ -2,7 +2,7 @@
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::{Gguf, parse};
-use crate::model_files::{TempFolder, check, gpt_oss};
+use crate::model_files::{TempFolder, check, gemma4, gpt_oss};
 use llaisys_core::load::checkpoint::Checkpoint;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -98,7 +98,8 @@ fn check_if_it_opens(path: &Path) {
 #[test]
 fn damaged_gguf_files_are_valid_or_rejected() {
     let scratch = TempFolder::new();
-    for file in ["llama", "qwen2", "qwen3"].map(Gguf::small).into_iter().chain([gpt_oss::gguf()]) {
+    let plain = ["llama", "qwen2", "qwen3"].map(Gguf::small).into_iter();
+    for file in plain.chain([gpt_oss::gguf(), gemma4::gguf()]) {
         let (bytes, front) = (file.bytes(), file.header().0.len());
         for_each(4000, vec(damage(), 1..5), |changes| {
             // Both a rejection and a valid table are right; only a panic fails.

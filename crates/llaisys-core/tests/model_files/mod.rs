@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
 pub mod adapter;
 pub mod folder;
+pub mod gemma4;
 pub mod gguf;
 pub mod gpt_oss;
 pub mod scaled;

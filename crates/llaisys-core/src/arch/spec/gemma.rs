@@ -3,7 +3,7 @@
 use super::{Activation, ArchSpec, ExpertKeys, LLAMA, QkNorm, QueryScalar, RopeRows, SoftCap, WindowRule};
 use crate::arch::bias::Biases;
 use crate::arch::rope::{LocalRope, RopeRules};
-use crate::arch::weight_id::{FOUR_NORM_FOLDER_NAMES, GEMMA4_FOLDER_NAMES};
+use crate::arch::weight_id::{FOUR_NORM_FOLDER_NAMES, GEMMA4_FOLDER_NAMES, GEMMA4_GGUF_NAMES};
 
 /// Gemma 2.
 pub const GEMMA2: ArchSpec = ArchSpec {
@@ -58,6 +58,9 @@ pub const GEMMA4: ArchSpec = ArchSpec {
     gemma4: true,
     gguf_rope_rows: RopeRows::HalfSplit,
     folder_names: &GEMMA4_FOLDER_NAMES,
+    gguf_names: &GEMMA4_GGUF_NAMES,
+    // llama.cpp's end tokens, of which the last hands over to a tool.
+    gguf_end_tokens: &["<eos>", "<turn|>", "<|tool_response>"],
     ..LLAMA
 };
 

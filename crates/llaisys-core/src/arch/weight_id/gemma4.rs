@@ -1,6 +1,9 @@
 //! The weights that only Gemma 4 has, and its names.
 
-use super::{ATTENTION, ExpertPart, FOLDER_NAMES, FOUR_NORMS, LayerWeight, NameTable, Names, QK_NORMS};
+use super::{
+    ATTENTION, ExpertPart, FOLDER_NAMES, FOUR_NORMS, GGUF_ATTENTION, GGUF_NAMES, GGUF_NORMS, LayerWeight,
+    NameTable, Names, QK_NORMS,
+};
 
 /// One weight of a layer that only Gemma 4 has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -75,4 +78,39 @@ pub const GEMMA4_FOLDER_NAMES: NameTable = NameTable {
         ],
     ],
     ..FOLDER_NAMES
+};
+
+const GGUF_FEED_FORWARD: Names = &[
+    (LayerWeight::Gate, "ffn_gate.weight"),
+    (LayerWeight::Up, "ffn_up.weight"),
+    (LayerWeight::Down, "ffn_down.weight"),
+    (LayerWeight::Router, "ffn_gate_inp.weight"),
+    (LayerWeight::ExpertsGateUp, "ffn_gate_up_exps.weight"),
+    (LayerWeight::Experts(ExpertPart::Down), "ffn_down_exps.weight"),
+];
+
+/// Names in a GGUF file of Gemma 4, dense or with experts (llama.cpp's `gguf-py/gguf/constants.py`).
+pub const GEMMA4_GGUF_NAMES: NameTable = NameTable {
+    layer_inputs: &[
+        (LayerInputWeight::Embed, "per_layer_token_embd.weight"),
+        (LayerInputWeight::Projection, "per_layer_model_proj.weight"),
+        (LayerInputWeight::Norm, "per_layer_proj_norm.weight"),
+    ],
+    in_layer: &[
+        GGUF_NORMS,
+        GGUF_ATTENTION,
+        GGUF_FEED_FORWARD,
+        &[
+            (LayerWeight::Gemma4(Gemma4Weight::Scalar), "layer_output_scale.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::InputGate), "inp_gate.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::InputProjection), "proj.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::InputNorm), "post_norm.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::DensePostNorm), "post_ffw_norm_1.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::ExpertsNorm), "pre_ffw_norm_2.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::ExpertsPostNorm), "post_ffw_norm_2.weight"),
+            (LayerWeight::Gemma4(Gemma4Weight::RouterScale), "ffn_gate_inp.scale"),
+            (LayerWeight::Gemma4(Gemma4Weight::ExpertScale), "ffn_down_exps.scale"),
+        ],
+    ],
+    ..GGUF_NAMES
 };

@@ -4,11 +4,13 @@
 //! rejected by name.
 
 mod experts;
+mod gemma4;
 mod recurrent;
 
 use crate::arch::bias::Bias;
 use crate::arch::bounds::bounded;
 use crate::arch::config::{ModelConfig, add_ids};
+use crate::arch::experts::Experts;
 use crate::arch::rope::{
     LocalRope, LongRope, QueryScaling, RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude,
 };
@@ -22,6 +24,7 @@ use crate::load::gguf::tokenizer::GgufTokenizer;
 /// llama.cpp's default where the file has no base.
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 const WINDOW_KEY: &str = "attention.sliding_window";
+const WINDOWED_KEY: &str = "attention.sliding_window_pattern";
 const EOS_KEYS: [&str; 3] =
     ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
 
@@ -38,10 +41,6 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
     let has_window = keys.size(WINDOW_KEY)?.is_some_and(|window| window > 0);
     let arch = spec::find_gguf(architecture, n_experts, has_window)?;
-    if arch.gemma4 {
-        let (what, supported) = ("a GGUF file of the architecture", "its folder with safetensors files");
-        return Err(Unsupported::feature(what, architecture, supported).into());
-    }
     reject_unsupported(&keys, arch)?;
     reject_single_experts(header)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
@@ -56,13 +55,18 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     }
     let own = end_tokens(arch, &tokenizer);
     let eos = if own.is_empty() { stated } else { own };
-    let d_head = d_head(&keys, d_model, n_heads)?;
     let n_layers = keys.required_size("block_count")?;
+    let gemma4 = gemma4::read(&keys, header, arch, n_layers)?;
+    let d_head = match &gemma4 {
+        Some(sizes) => sizes.window_heads.d_head,
+        None => d_head(&keys, d_model, n_heads)?,
+    };
     let max_positions = keys.required_size("context_length")?;
     let (rope, long_rope) = rope(&keys, header, arch, max_positions)?;
-    let d_ff = match keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0) {
-        Some(d_ff) => d_ff,
-        None => keys.required_size("feed_forward_length")?,
+    let d_ff = match (keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0), &gemma4) {
+        (Some(d_ff), _) => d_ff,
+        (None, Some(sizes)) => sizes.d_ff,
+        (None, None) => keys.required_size("feed_forward_length")?,
     };
     let mut config = ModelConfig {
         arch,
@@ -72,13 +76,19 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         n_layers,
         d_model,
         n_heads,
-        n_kv_heads: recurrent::n_kv_heads(&keys, arch, n_layers)?.unwrap_or(n_heads),
+        n_kv_heads: match &gemma4 {
+            Some(sizes) => sizes.window_heads.n_kv_heads,
+            None => recurrent::n_kv_heads(&keys, arch, n_layers)?.unwrap_or(n_heads),
+        },
         d_head,
         d_ff,
         vocab_size,
         max_positions,
         rms_eps: keys.required_float("attention.layer_norm_rms_epsilon")? as f32,
-        d_rope: keys.size("rope.dimension_count")?.unwrap_or(d_head),
+        d_rope: match &gemma4 {
+            Some(_) => d_head,
+            None => keys.size("rope.dimension_count")?.unwrap_or(d_head),
+        },
         local_rope: local_rope(&keys, arch, &rope)?,
         rope,
         long_rope,
@@ -99,9 +109,12 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         residual_scale: keys.multiplier("residual_scale")?,
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
         gate: arch.activation.gate(),
-        experts: experts::read(&keys, arch, n_experts, d_ff)?,
+        experts: experts::read(&keys, arch, n_experts, d_ff)?.map(|experts| {
+            let d_dense = gemma4.as_ref().map_or(experts.d_dense, |sizes| sizes.d_ff);
+            Experts { d_dense, ..experts }
+        }),
         d_shared: recurrent::d_shared(&keys, arch)?,
-        gemma4: None,
+        gemma4: gemma4.map(|sizes| sizes.gemma4),
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
         qkv_bias: has_bias(header, arch, arch.biases.qkv, LayerWeight::QKV_BIASES),
         o_bias: has_bias(header, arch, arch.biases.o, &[LayerWeight::OBias]),
@@ -110,11 +123,16 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         bos: tokenizer.bos,
         eos,
     };
-    keys.expect_whole_head_rotated(arch, d_head)?;
+    if config.gemma4.is_none() {
+        keys.expect_whole_head_rotated(arch, d_head)?;
+    }
     config.check()?;
     config.recurrent = recurrent::layers(&keys, arch, n_layers)?;
     config.rotated = rotated_layers(arch, n_layers);
     (config.window, config.windowed) = window(&keys, arch, n_layers, max_positions)?;
+    if let Some(gemma4) = config.gemma4 {
+        gemma4.check_layers(&config.windowed)?;
+    }
     if tokenizer.tokens.len() != vocab_size {
         let (got, want) = (tokenizer.tokens.len() as u64, vocab_size as u64);
         let disagree = FormatError::Disagree { what: "the number of tokens", got, other: "vocab_size", want };
@@ -290,20 +308,25 @@ fn window(
 
 /// Reads which layers have the window: a list, or a number n for all except every n-th.
 fn windowed_layers(keys: &Keys<'_>, default: usize, n_layers: usize) -> Result<Vec<bool>> {
-    const KEY: &str = "attention.sliding_window_pattern";
-    let key = keys.full(KEY);
-    if let Some(Value::Array(_)) = keys.metadata.get(&key) {
-        let listed = required(keys.metadata.bools(&key)?, &key)?;
-        if listed.len() != n_layers {
-            let (what, other) = ("the length of sliding_window_pattern", "block_count");
-            let (got, want) = (listed.len() as u64, n_layers as u64);
-            return Err(FormatError::Disagree { what, got, other, want }.into());
-        }
+    if let Some(listed) = listed_layers(keys, n_layers)? {
         return Ok(listed);
     }
-    let n = keys.size(KEY)?.unwrap_or(default);
-    bounded(KEY, n as f64, 1.0, f64::from(u32::MAX))?;
+    let n = keys.size(WINDOWED_KEY)?.unwrap_or(default);
+    bounded(WINDOWED_KEY, n as f64, 1.0, f64::from(u32::MAX))?;
     Ok((0..n_layers).map(|layer| !(layer + 1).is_multiple_of(n)).collect())
+}
+
+/// Reads the list of the layers that have the window; None if the file has none. Errors: one of another length.
+fn listed_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Option<Vec<bool>>> {
+    let key = keys.full(WINDOWED_KEY);
+    let Some(Value::Array(_)) = keys.metadata.get(&key) else { return Ok(None) };
+    let listed = required(keys.metadata.bools(&key)?, &key)?;
+    if listed.len() != n_layers {
+        let (what, other) = ("the length of sliding_window_pattern", "block_count");
+        let (got, want) = (listed.len() as u64, n_layers as u64);
+        return Err(FormatError::Disagree { what, got, other, want }.into());
+    }
+    Ok(Some(listed))
 }
 
 /// The sizes that determine the scale of scores.
@@ -321,6 +344,9 @@ fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f
         return Ok(stated.map_or(1.0 / (sizes.d_head as f32).sqrt(), |scale| scale as f32));
     }
     keys.expect_neutral("attention.scale", &[0.0])?;
+    if arch.gemma4 {
+        return Ok(1.0);
+    }
     let by_width = arch.query_scalar.is_some_and(|scalar| scalar.layers_by_width == sizes.n_layers);
     let by_width = sizes.d_model.checked_div(sizes.n_heads).filter(|_| by_width);
     Ok(1.0 / (by_width.unwrap_or(sizes.d_head) as f32).sqrt())
@@ -357,6 +383,18 @@ impl Keys<'_> {
             return Ok(Some(usize::try_from(first).unwrap_or(usize::MAX)));
         }
         Err(Unsupported::feature("a size for each layer", full, "one size for all layers").into())
+    }
+
+    /// Reads the size of each layer: an array, or one number for all. Errors: none, or an array of another length.
+    fn sizes(&self, key: &'static str, n_layers: usize) -> Result<Vec<usize>> {
+        let Some(listed) = self.metadata.uints(&self.full(key))? else {
+            return Ok(vec![self.required_size(key)?; n_layers]);
+        };
+        if listed.len() != n_layers {
+            let (got, want) = (listed.len() as u64, n_layers as u64);
+            return Err(FormatError::Disagree { what: key, got, other: "block_count", want }.into());
+        }
+        Ok(listed.into_iter().map(|n| usize::try_from(n).unwrap_or(usize::MAX)).collect())
     }
 
     fn required_size(&self, key: &str) -> Result<usize> {

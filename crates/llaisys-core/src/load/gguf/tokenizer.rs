@@ -6,9 +6,11 @@ use crate::error::{Result, Unsupported};
 use crate::load::gguf::metadata::Metadata;
 use serde::Serialize;
 
-/// Supported values of `tokenizer.ggml.model`: byte-level BPE, and SentencePiece's BPE with scores for merges.
-const MODELS: [&str; 2] = ["gpt2", SCORED];
+/// Supported values of `tokenizer.ggml.model`: byte-level BPE, SentencePiece's BPE with scores for merges, and BPE of
+/// characters with bytes for those that are no token.
+const MODELS: [&str; 3] = ["gpt2", SCORED, GEMMA4];
 const SCORED: &str = "llama";
+const GEMMA4: &str = "gemma4";
 /// Supported values of `tokenizer.ggml.pre`, which selects how text is split into words before the merges.
 const PRES: [&str; 7] = ["smollm", "qwen2", "qwen35", "llama-bpe", "lfm2", "gpt-4o", "default"];
 /// With these values, llama.cpp adds the begin token where the file has no key for it.
@@ -19,9 +21,10 @@ const NORMAL: i32 = 1;
 /// The same fields as `llaisys.model_info.GgufTokenizer`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GgufTokenizer {
-    /// `tokenizer.ggml.model`: `gpt2` or `llama`.
+    /// `tokenizer.ggml.model`: `gpt2`, `llama` or `gemma4`.
     pub model: String,
-    /// `tokenizer.ggml.pre`: one of the seven supported; `default` for the model `llama`, which does not split text.
+    /// `tokenizer.ggml.pre`: one of the seven supported; `default` for the models `llama` and `gemma4`, which do not split
+    /// text.
     pub pre: String,
     /// Tokens by id, with bytes as GPT-2's letters for them, or with spaces as U+2581.
     pub tokens: Vec<String>,
@@ -51,9 +54,10 @@ impl GgufTokenizer {
     /// Reads `tokenizer.*`. Errors: an unsupported `model` or `pre`; a missing list, lists of unequal length, an id
     /// outside the vocabulary.
     pub(super) fn read(metadata: &Metadata<'_>) -> Result<Self> {
-        let model = known(metadata, "tokenizer.ggml.model", &MODELS, "gpt2, llama")?;
+        let model = known(metadata, "tokenizer.ggml.model", &MODELS, "gpt2, llama, gemma4")?;
         let is_scored = model == SCORED;
-        let pre = if is_scored && metadata.get("tokenizer.ggml.pre").is_none() {
+        let is_gemma4 = model == GEMMA4;
+        let pre = if is_gemma4 || is_scored && metadata.get("tokenizer.ggml.pre").is_none() {
             "default"
         } else if is_scored {
             known(metadata, "tokenizer.ggml.pre", &["default"], "default (for the model llama)")?
@@ -88,7 +92,8 @@ impl GgufTokenizer {
         let (bos, eos) = (id("bos_token_id", "the begin token")?, id("eos_token_id", "the end token")?);
         let unk = id("unknown_token_id", "the unknown token")?;
         let stated = metadata.bool("tokenizer.ggml.add_bos_token")?;
-        let add_bos = stated.unwrap_or(is_scored || PRES_THAT_ADD_BOS.contains(&pre));
+        // llama.cpp adds the begin token of Gemma 4 whatever the file says.
+        let add_bos = is_gemma4 || stated.unwrap_or(is_scored || PRES_THAT_ADD_BOS.contains(&pre));
         if add_bos && bos.is_none() {
             return Err(GgufError::KeyMissing { key: "tokenizer.ggml.bos_token_id".to_owned() }.into());
         }
