@@ -121,9 +121,9 @@ def chat(storing: Server, context: BrowserContext) -> Iterator[Chat]:
 
 
 def messages(chat: Chat) -> list[dict[str, Any]]:
-    """Return the messages in the store of the browser, the user's first."""
+    """Return the messages in the store of the browser, also of other chats of the key, the newest last."""
     found: list[dict[str, Any]] = chat.page.evaluate(MESSAGES)
-    return sorted(found, key=lambda message: str(message["role"]) != "user")
+    return sorted(found, key=lambda message: (message["createdMs"], message["role"] != "user"))
 
 
 def response_id(chat: Chat) -> str:
