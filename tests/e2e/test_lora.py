@@ -19,6 +19,7 @@ from serving import Server, serving
 
 DATA = Path(__file__).parents[1] / "data"
 BASE = DATA / "goldens" / "qwen2-tied-bf16"
+DRAFT = str(DATA / "goldens" / "draft_qwen2_bf16")
 NAMES = ("lora_qwen2_r4", "lora_qwen2_r16")
 GOLDENS = {name: np.load(DATA / "loras" / name / "golden.npz") for name in NAMES}
 N = 24
@@ -75,10 +76,14 @@ def wanted(name: str | None, i: int) -> list[int]:
         # Requests are preempted.
         {"num_kv_cells": 128, "max_model_len": 100},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        # The second call finds the outputs of the first one, also those of the other adapter.
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+        # Drafts come from a model without adapters.
+        {"speculative_config": {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}},
         {"engine_process": True},
         {"num_kv_streams": 2},
     ],
-    ids=["plain", "chunks", "preemption", "drafts", "process", "streams"],
+    ids=["plain", "chunks", "preemption", "ngram", "suffix", "draft model", "process", "streams"],
 )
 def test_each_prompt_of_a_call_has_its_adapter(more: dict[str, Any]) -> None:
     """Also twice, from cached prefixes: an adapter or the base never continues a prefix of another."""
