@@ -10,7 +10,6 @@ mod recurrent;
 use crate::arch::bias::Bias;
 use crate::arch::bounds::bounded;
 use crate::arch::config::{ModelConfig, add_ids};
-use crate::arch::experts::Experts;
 use crate::arch::rope::{
     LocalRope, LongRope, QueryScaling, RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude,
 };
@@ -20,6 +19,7 @@ use crate::error::{Result, Unsupported};
 use crate::load::gguf::Header;
 use crate::load::gguf::metadata::{Metadata, Value};
 use crate::load::gguf::tokenizer::GgufTokenizer;
+use crate::ops::KvHeads;
 
 /// llama.cpp's default where the file has no base.
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
@@ -57,9 +57,12 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let eos = if own.is_empty() { stated } else { own };
     let n_layers = keys.required_size("block_count")?;
     let gemma4 = gemma4::read(&keys, header, arch, n_layers)?;
-    let d_head = match &gemma4 {
-        Some(sizes) => sizes.window_heads.d_head,
-        None => d_head(&keys, d_model, n_heads)?,
+    let KvHeads { n_kv_heads, d_head } = match &gemma4 {
+        Some(sizes) => sizes.window_heads,
+        None => KvHeads {
+            n_kv_heads: recurrent::n_kv_heads(&keys, arch, n_layers)?.unwrap_or(n_heads),
+            d_head: d_head(&keys, d_model, n_heads)?,
+        },
     };
     let max_positions = keys.required_size("context_length")?;
     let (rope, long_rope) = rope(&keys, header, arch, max_positions)?;
@@ -76,19 +79,14 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         n_layers,
         d_model,
         n_heads,
-        n_kv_heads: match &gemma4 {
-            Some(sizes) => sizes.window_heads.n_kv_heads,
-            None => recurrent::n_kv_heads(&keys, arch, n_layers)?.unwrap_or(n_heads),
-        },
+        n_kv_heads,
         d_head,
         d_ff,
         vocab_size,
         max_positions,
         rms_eps: keys.required_float("attention.layer_norm_rms_epsilon")? as f32,
-        d_rope: match &gemma4 {
-            Some(_) => d_head,
-            None => keys.size("rope.dimension_count")?.unwrap_or(d_head),
-        },
+        // Gemma 4's key is for layers without a window.
+        d_rope: keys.size("rope.dimension_count")?.filter(|_| gemma4.is_none()).unwrap_or(d_head),
         local_rope: local_rope(&keys, arch, &rope)?,
         rope,
         long_rope,
@@ -109,10 +107,7 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         residual_scale: keys.multiplier("residual_scale")?,
         logit_scale: 1.0 / keys.multiplier("logit_scale")?,
         gate: arch.activation.gate(),
-        experts: experts::read(&keys, arch, n_experts, d_ff)?.map(|experts| {
-            let d_dense = gemma4.as_ref().map_or(experts.d_dense, |sizes| sizes.d_ff);
-            Experts { d_dense, ..experts }
-        }),
+        experts: experts::read(&keys, arch, n_experts, d_ff, gemma4.as_ref().map(|sizes| sizes.d_ff))?,
         d_shared: recurrent::d_shared(&keys, arch)?,
         gemma4: gemma4.map(|sizes| sizes.gemma4),
         tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
@@ -321,11 +316,7 @@ fn listed_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Option<Vec<bool>>> 
     let key = keys.full(WINDOWED_KEY);
     let Some(Value::Array(_)) = keys.metadata.get(&key) else { return Ok(None) };
     let listed = required(keys.metadata.bools(&key)?, &key)?;
-    if listed.len() != n_layers {
-        let (what, other) = ("the length of sliding_window_pattern", "block_count");
-        let (got, want) = (listed.len() as u64, n_layers as u64);
-        return Err(FormatError::Disagree { what, got, other, want }.into());
-    }
+    expect_length("the length of sliding_window_pattern", listed.len(), n_layers)?;
     Ok(Some(listed))
 }
 
@@ -390,10 +381,7 @@ impl Keys<'_> {
         let Some(listed) = self.metadata.uints(&self.full(key))? else {
             return Ok(vec![self.required_size(key)?; n_layers]);
         };
-        if listed.len() != n_layers {
-            let (got, want) = (listed.len() as u64, n_layers as u64);
-            return Err(FormatError::Disagree { what: key, got, other: "block_count", want }.into());
-        }
+        expect_length(key, listed.len(), n_layers)?;
         Ok(listed.into_iter().map(|n| usize::try_from(n).unwrap_or(usize::MAX)).collect())
     }
 
@@ -489,6 +477,12 @@ fn reject_single_experts(header: &Header<'_>) -> Result<()> {
         )
         .into()),
     }
+}
+
+/// Rejects a list `what` that has not one value for each layer.
+fn expect_length(what: &'static str, length: usize, n_layers: usize) -> Result<(), FormatError> {
+    let (got, want) = (length as u64, n_layers as u64);
+    if got == want { Ok(()) } else { Err(FormatError::Disagree { what, got, other: "block_count", want }) }
 }
 
 fn required<T>(value: Option<T>, key: &str) -> Result<T> {

@@ -5,9 +5,15 @@ use crate::arch::experts::Experts;
 use crate::arch::spec::ArchSpec;
 use crate::error::{Result, Unsupported};
 
-/// Reads the mixture of `n` experts of width `d_ff`; None if there are none. Errors: routing that the architecture does not
-/// have.
-pub(super) fn read(keys: &Keys<'_>, arch: &ArchSpec, n: usize, d_ff: usize) -> Result<Option<Experts>> {
+/// Reads the mixture of `n` experts of width `d_ff`; None if there are none. `d_dense`: width of the dense block next to
+/// them, where there is one. Errors: routing that the architecture does not have.
+pub(super) fn read(
+    keys: &Keys<'_>,
+    arch: &ArchSpec,
+    n: usize,
+    d_ff: usize,
+    d_dense: Option<usize>,
+) -> Result<Option<Experts>> {
     if n == 0 {
         return Ok(None);
     }
@@ -44,6 +50,10 @@ pub(super) fn read(keys: &Keys<'_>, arch: &ArchSpec, n: usize, d_ff: usize) -> R
         projection_biases,
         scale: keys.multiplier("expert_weights_scale")?,
         n_dense,
-        d_dense: if n_dense > 0 { keys.required_size("feed_forward_length")? } else { d_ff },
+        d_dense: match d_dense {
+            Some(d_dense) => d_dense,
+            None if n_dense > 0 => keys.required_size("feed_forward_length")?,
+            None => d_ff,
+        },
     }))
 }

@@ -1,6 +1,6 @@
 //! The recurrent layers of a GGUF file's model, and the shared expert.
 
-use super::{Keys, required};
+use super::{Keys, expect_length, required};
 use crate::arch::bounds::bounded;
 use crate::arch::delta_net::DeltaNet;
 use crate::arch::recurrent::{RecurrentKind, RecurrentLayer};
@@ -86,11 +86,7 @@ pub(super) fn n_kv_heads(keys: &Keys<'_>, arch: &ArchSpec, n_layers: usize) -> R
 fn kv_heads(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<u64>> {
     let key = keys.full(KV_HEADS);
     let listed = required(keys.metadata.uints(&key)?, &key)?;
-    if listed.len() != n_layers {
-        let (what, other) = ("the length of head_count_kv", "block_count");
-        let (got, want) = (listed.len() as u64, n_layers as u64);
-        return Err(FormatError::Disagree { what, got, other, want }.into());
-    }
+    expect_length("the length of head_count_kv", listed.len(), n_layers)?;
     Ok(listed)
 }
 
