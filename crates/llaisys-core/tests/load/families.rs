@@ -2,7 +2,7 @@
 //! name. Their outputs are compared with transformers in `tests/parity`.
 
 use crate::model_files::folder::Folder;
-use crate::model_files::gguf::{Gguf, Meta, array_head};
+use crate::model_files::gguf::{Gguf, Meta};
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::rope::RopeConfig;
@@ -134,13 +134,6 @@ fn dense_granite_4_is_read_and_its_hybrids_are_rejected_by_name() {
     assert_eq!((granite.config().embed_scale, granite.config().logit_scale), (12.0, 0.1));
 }
 
-/// An array of 32-bit signed numbers.
-fn sizes(sizes: &[i32]) -> Meta {
-    let mut bytes = array_head(5, sizes.len() as u64);
-    sizes.iter().for_each(|size| bytes.extend(size.to_le_bytes()));
-    Meta::Raw(9, bytes)
-}
-
 #[test]
 fn granite_4_files_state_key_value_heads_by_layer() {
     const KEY: &str = "granite.attention.head_count_kv";
@@ -148,14 +141,14 @@ fn granite_4_files_state_key_value_heads_by_layer() {
     let idle =
         file().with("granite.ssm.conv_kernel", Meta::U32(4)).with("granite.ssm.state_size", Meta::U32(128));
     let idle = idle.with("granite.rope.scaling.finetuned", Meta::Bool(true));
-    assert_eq!(idle.with(KEY, sizes(&[1])).open().unwrap().config().n_kv_heads, 1);
+    assert_eq!(idle.with(KEY, Meta::I32s(vec![1])).open().unwrap().config().n_kv_heads, 1);
     for wrong in [&[][..], &[1, 1], &[0, 1]] {
-        let error = unsupported(file().with(KEY, sizes(wrong)).open());
+        let error = unsupported(file().with(KEY, Meta::I32s(wrong.to_vec())).open());
         assert_names(&error, &["a size for each layer", KEY, "one size for all layers"]);
     }
-    let error = format_error(file().with(KEY, sizes(&[-1])).open());
+    let error = format_error(file().with(KEY, Meta::I32s(vec![-1])).open());
     assert_names(&error, &[KEY, "an array of whole numbers from 0"]);
-    let error = format_error(file().with(KEY, sizes(&[0])).open());
+    let error = format_error(file().with(KEY, Meta::I32s(vec![0])).open());
     assert_names(&error, &["number of key-value heads is 0"]);
     let error = unsupported(file().with("granite.rope.scaling.finetuned", Meta::Bool(false)).open());
     assert_names(&error, &["rope.scaling.finetuned", "false"]);

@@ -64,9 +64,7 @@ fn convert(name: &str) -> Gguf {
     let config = config(name);
     let mut file = Gguf::empty();
     let mut put = |name: String, shape: &[usize], values: &[f32]| {
-        let sizes = shape.iter().rev().map(|&n| n as u64).collect();
-        let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        file.tensors.push(Tensor { name, sizes, type_id: F32, data, offset: None });
+        file.tensors.push(Tensor::f32(name, shape, values));
     };
     let tensors: Tensors = tensors_of(name);
     for (name, (shape, values)) in tensors.iter().filter(|(name, _)| is_of_text(name)) {
@@ -117,7 +115,7 @@ fn with_keys(mut file: Gguf, config: &ModelConfig) -> Gguf {
         file = file.with(&format!("gemma4.{key}"), Meta::U32(size as u32));
     }
     let tokens = (0..config.vocab_size).map(|i| format!("t{i}")).collect();
-    let pattern = Meta::Raw(9, pattern(&config.windowed));
+    let pattern = Meta::Bools(config.windowed.clone());
     file.with("gemma4.attention.head_count_kv", of_layers(&|layer| config.kv_heads(layer).n_kv_heads))
         .with("gemma4.feed_forward_length", of_layers(&|layer| config.d_dense_of(layer)))
         .with("gemma4.attention.sliding_window_pattern", pattern)
@@ -131,12 +129,6 @@ fn with_keys(mut file: Gguf, config: &ModelConfig) -> Gguf {
         .with("tokenizer.ggml.bos_token_id", Meta::U32(2))
         .with("tokenizer.ggml.eos_token_id", Meta::U32(599))
         .with("tokenizer.ggml.add_bos_token", Meta::Bool(false))
-}
-
-/// An array of booleans.
-fn pattern(windowed: &[bool]) -> Vec<u8> {
-    let head = [&7_u32.to_le_bytes()[..], &(windowed.len() as u64).to_le_bytes()].concat();
-    head.into_iter().chain(windowed.iter().map(|&is_windowed| u8::from(is_windowed))).collect()
 }
 
 #[test]
@@ -255,8 +247,8 @@ fn hostile_keys_are_rejected_by_name() {
     let format = |name: &str, value: Meta, words: &[&str]| {
         assert_names(&format_error(convert(DENSE).with(&key(name), value).open()), words);
     };
-    let short = pattern(&[true, false]);
-    format("attention.sliding_window_pattern", Meta::Raw(9, short), &["sliding_window_pattern is 2", "8"]);
+    let short = Meta::Bools(vec![true, false]);
+    format("attention.sliding_window_pattern", short, &["sliding_window_pattern is 2", "8"]);
     format("attention.head_count_kv", Meta::I32s(vec![1; 7]), &["head_count_kv is 7", "8"]);
     format("attention.head_count_kv", Meta::U32(0), &["key-value heads is 0"]);
     format("feed_forward_length", Meta::I32s(vec![]), &["feed_forward_length is 0", "8"]);

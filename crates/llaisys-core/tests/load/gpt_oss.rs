@@ -219,13 +219,6 @@ fn convert(name: &str) -> Gguf {
     let bytes = std::fs::read(golden(name).join("model.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let mut file = Gguf::empty().with("general.architecture", "gpt-oss");
-    let plain = |name: String, shape: &[usize], values: &[f32]| Tensor {
-        name,
-        sizes: shape.iter().rev().map(|&n| n as u64).collect(),
-        type_id: F32,
-        data: values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-        offset: None,
-    };
     let config = Checkpoint::open(&golden(name)).unwrap().config().clone();
     for layer in 0..config.n_layers {
         let of = |part: &str| format!("model.layers.{layer}.mlp.experts.{part}");
@@ -239,7 +232,7 @@ fn convert(name: &str) -> Gguf {
         for (first, part) in ["gate", "up"].into_iter().enumerate() {
             let own: Vec<f32> = bias.iter().skip(first).step_by(2).copied().collect();
             let name = to(&format!("{part}_exps.bias"));
-            file.tensors.push(plain(name, &[shape[0], shape[1] / 2], &own));
+            file.tensors.push(Tensor::f32(name, &[shape[0], shape[1] / 2], &own));
         }
     }
     let names = [
@@ -264,7 +257,7 @@ fn convert(name: &str) -> Gguf {
     {
         let (shape, values) = values(&tensors, name);
         let to = names.iter().fold(name.to_owned(), |name, (from, to)| name.replace(from, to));
-        file.tensors.push(plain(to, &shape, &values));
+        file.tensors.push(Tensor::f32(to, &shape, &values));
     }
     with_keys(file, &config)
 }

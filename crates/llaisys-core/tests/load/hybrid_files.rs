@@ -2,7 +2,7 @@
 //! the goldens. A file gives the outputs of its folder.
 
 use crate::common::{Rows, settings};
-use crate::model_files::gguf::{F32, Gguf, Meta, Tensor};
+use crate::model_files::gguf::{Gguf, Meta, Tensor};
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
 use llaisys_core::context::Context;
 use llaisys_core::context::ContextConfig;
@@ -59,9 +59,7 @@ fn convert(name: &str, architecture: &str) -> Gguf {
         (0..2 * N_KEYS * D).chain(columns.iter().map(|row| 2 * N_KEYS * D + row)).collect();
     let tensors = tensors_of(name);
     let mut put = |name: String, shape: &[usize], values: Vec<f32>| {
-        let sizes = shape.iter().rev().map(|&n| n as u64).collect();
-        let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        file.tensors.push(Tensor { name, sizes, type_id: F32, data, offset: None });
+        file.tensors.push(Tensor::f32(name, shape, &values));
     };
     for (name, (shape, values)) in &tensors {
         let (d, values) = (shape[shape.len() - 1], values.clone());

@@ -3,7 +3,7 @@
 use super::hybrid_files::{logits, tensors_of};
 use super::hybrids::{config, with};
 use crate::common::settings;
-use crate::model_files::gguf::{F32, Gguf, Meta, Tensor};
+use crate::model_files::gguf::{Gguf, Meta, Tensor};
 use crate::model_files::{TempFolder, assert_names, format_error, golden, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::experts::Experts;
@@ -49,9 +49,7 @@ fn convert(name: &str, architecture: &str) -> Gguf {
     let mut file = Gguf::empty().with("general.architecture", architecture);
     let tensors = tensors_of(name);
     let mut put = |name: String, shape: &[usize], values: &[f32]| {
-        let sizes = shape.iter().rev().map(|&n| n as u64).collect();
-        let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        file.tensors.push(Tensor { name, sizes, type_id: F32, data, offset: None });
+        file.tensors.push(Tensor::f32(name, shape, values));
     };
     for (name, (shape, values)) in &tensors {
         let Some(rest) = name.strip_prefix("model.layers.") else {

@@ -2,7 +2,7 @@
 //! scalings of some layers or of long contexts, queries scaled by position. What is not implemented is rejected by name.
 
 use crate::model_files::folder::Folder;
-use crate::model_files::gguf::{Gguf, Meta, array_head};
+use crate::model_files::gguf::{Gguf, Meta};
 use crate::model_files::{assert_names, format_error, unsupported};
 use llaisys_core::arch::config::ModelConfig;
 use llaisys_core::arch::rope::{LongRope, QueryScaling, RopeConfig, RopeScaling};
@@ -243,10 +243,6 @@ fn olmo_gguf(pattern: Option<Meta>) -> Gguf {
     }
 }
 
-fn bools(values: &[u8]) -> Meta {
-    Meta::Raw(9, [array_head(7, values.len() as u64), values.to_vec()].concat())
-}
-
 #[test]
 fn gguf_files_of_olmo2_with_a_window_are_olmo3() {
     let config = |file: Gguf| file.open().unwrap().config().clone();
@@ -257,11 +253,14 @@ fn gguf_files_of_olmo2_with_a_window_are_olmo3() {
         (vec![true, true, true, false], Some(RopeConfig::plain(1e5)))
     );
     assert_eq!(config(olmo_gguf(Some(Meta::U32(2)))).windowed, [true, false, true, false]);
-    assert_eq!(config(olmo_gguf(Some(bools(&[0, 1, 1, 0])))).windowed, [false, true, true, false]);
-    let none = config(olmo_gguf(Some(bools(&[0; 4]))));
+    assert_eq!(
+        config(olmo_gguf(Some(Meta::Bools(vec![false, true, true, false])))).windowed,
+        [false, true, true, false]
+    );
+    let none = config(olmo_gguf(Some(Meta::Bools(vec![false; 4]))));
     assert_eq!((none.window, none.windowed), (None, vec![false; 4]));
     for n in [0, 3, 5] {
-        let error = format_error(olmo_gguf(Some(bools(&vec![1; n]))).open());
+        let error = format_error(olmo_gguf(Some(Meta::Bools(vec![true; n]))).open());
         assert!(matches!(error, FormatError::Disagree { got, want: 4, .. } if got == n as u64), "{error}");
     }
     let full = olmo_gguf(None).without("olmo2.attention.sliding_window");

@@ -28,9 +28,7 @@ pub fn gguf() -> Gguf {
             file = file.with(&format!("gemma4.{key}{suffix}"), Meta::U32(D_HEAD as u32));
         }
     }
-    // An array of one boolean.
-    let pattern = [&7_u32.to_le_bytes()[..], &1_u64.to_le_bytes(), &[0]].concat();
-    file.with("gemma4.attention.sliding_window_pattern", Meta::Raw(9, pattern))
+    file.with("gemma4.attention.sliding_window_pattern", Meta::Bools(vec![false]))
         .with("gemma4.attention.sliding_window", Meta::U32(8))
         .with("gemma4.attention.shared_kv_layers", Meta::U32(0))
         .with("gemma4.embedding_length_per_layer_input", Meta::U32(D_INPUT as u32))

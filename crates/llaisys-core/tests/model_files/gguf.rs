@@ -19,6 +19,7 @@ pub enum Meta {
     Str(String),
     Strs(Vec<String>),
     I32s(Vec<i32>),
+    Bools(Vec<bool>),
     /// A raw type number and bytes.
     Raw(u32, Vec<u8>),
 }
@@ -38,6 +39,15 @@ pub struct Tensor {
     pub data: Vec<u8>,
     /// The offset, if it is not the next free one.
     pub offset: Option<u64>,
+}
+
+impl Tensor {
+    /// A tensor in F32. `shape` is slowest first.
+    pub fn f32(name: String, shape: &[usize], values: &[f32]) -> Self {
+        let sizes = shape.iter().rev().map(|&n| n as u64).collect();
+        let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Self { name, sizes, type_id: F32, data, offset: None }
+    }
 }
 
 #[derive(Clone)]
@@ -248,6 +258,11 @@ fn put_value(out: &mut Vec<u8>, value: &Meta) {
         Meta::I32s(numbers) => {
             let mut bytes = array_head(5, numbers.len() as u64);
             numbers.iter().for_each(|n| bytes.extend(n.to_le_bytes()));
+            put(9, &bytes);
+        }
+        Meta::Bools(values) => {
+            let mut bytes = array_head(7, values.len() as u64);
+            bytes.extend(values.iter().map(|&value| u8::from(value)));
             put(9, &bytes);
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{Maker, folder, rejected};
 use crate::model_files::TempFolder;
-use crate::model_files::gguf::{Gguf, Meta, array_head};
+use crate::model_files::gguf::{Gguf, Meta};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -110,9 +110,9 @@ fn attacks_on_keys_of_the_rotation() {
         (
             "a pattern of windows for four million layers",
             |s| {
-                let pattern = [array_head(7, 1 << 22), vec![1; 1 << 22]].concat();
+                let pattern = Meta::Bools(vec![true; 1 << 22]);
                 let made = Gguf::small("olmo2").with("olmo2.attention.sliding_window", Meta::U32(8));
-                let made = made.with("olmo2.attention.sliding_window_pattern", Meta::Raw(9, pattern));
+                let made = made.with("olmo2.attention.sliding_window_pattern", pattern);
                 s.write("x.gguf", made.bytes())
             },
             &["sliding_window_pattern is 4194304", "block_count"],
