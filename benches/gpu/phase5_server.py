@@ -59,6 +59,17 @@ class Server:
         except urllib.error.HTTPError as refused:
             return refused.code, json.load(refused)
 
+    def timed(self, **body: Any) -> tuple[str, float]:
+        """Return the text of a completion, and its seconds. Raises Failure."""
+        begun = time.monotonic()
+        text = self.completed(**body)
+        return text, time.monotonic() - begun
+
+    def values(self, n_requests: int, n_out: int, seconds: float, result: str) -> dict[str, Any]:
+        """Return a row's values."""
+        values = {"n_requests": n_requests, "n_out": n_out, "seconds": seconds, "result": result}
+        return {**values, "start_s": self.start_s}
+
     def completed(self, **body: Any) -> str:
         """Return the text of a completion. Raises Failure."""
         status, answer = self.post(**body)
@@ -132,20 +143,12 @@ class ServerPhase(Phase):
 def one_completion(phase: ServerPhase) -> dict[str, Any]:
     """A completion and its stream have the same text."""
     with phase.serving() as server:
-        begun = time.monotonic()
-        whole = server.completed(prompt=PROMPT, max_tokens=phase.n_tokens)
-        seconds = time.monotonic() - begun
+        whole, seconds = server.timed(prompt=PROMPT, max_tokens=phase.n_tokens)
         streamed, n_out = server.streamed(prompt=PROMPT, max_tokens=phase.n_tokens)
         if (streamed, n_out) != (whole, phase.n_tokens):
             raise Failure(f"streamed {streamed!r} of {n_out} tokens, not {whole!r}")
-        return {
-            "n_requests": 2,
-            "n_out": n_out,
-            "seconds": seconds,
-            "start_s": server.start_s,
-            "result": "the stream has the text of the completion",
-            "text": whole,
-        }
+        values = server.values(2, n_out, seconds, "the stream has the text of the completion")
+        return {**values, "text": whole}
 
 
 def many_streams(phase: ServerPhase) -> dict[str, Any]:
@@ -161,13 +164,8 @@ def many_streams(phase: ServerPhase) -> dict[str, Any]:
         seconds = time.monotonic() - begun
         if set(n_out) != {phase.n_tokens}:
             raise Failure(f"tokens of the streams: {n_out}")
-        return {
-            "n_requests": phase.n_streams,
-            "n_out": sum(n_out),
-            "seconds": seconds,
-            "start_s": server.start_s,
-            "result": f"each ended once; {sum(n_out) / seconds:.0f} tokens/s",
-        }
+        result = f"each ended once; {sum(n_out) / seconds:.0f} tokens/s"
+        return server.values(phase.n_streams, sum(n_out), seconds, result)
 
 
 def same_text(phase: ServerPhase, flag: str) -> dict[str, Any]:
@@ -176,18 +174,10 @@ def same_text(phase: ServerPhase, flag: str) -> dict[str, Any]:
     if first is None:
         raise Skip("the first row has no text")
     with phase.serving(flag) as server:
-        begun = time.monotonic()
-        text = server.completed(prompt=PROMPT, max_tokens=phase.n_tokens)
-        seconds = time.monotonic() - begun
+        text, seconds = server.timed(prompt=PROMPT, max_tokens=phase.n_tokens)
         if text != first["text"]:
             raise Failure(f"{text!r} with {flag}, not {first['text']!r}")
-        return {
-            "n_requests": 1,
-            "n_out": phase.n_tokens,
-            "seconds": seconds,
-            "start_s": server.start_s,
-            "result": "the same text",
-        }
+        return server.values(1, phase.n_tokens, seconds, "the same text")
 
 
 def restart(phase: ServerPhase) -> dict[str, Any]:
@@ -215,13 +205,8 @@ def restart(phase: ServerPhase) -> dict[str, Any]:
             raise Failure(f"after the restart: {again}, not {first!r}")
         if FAULT not in server.log.read_text("utf-8"):
             raise Failure(f"the log does not name {FAULT}")
-        return {
-            "n_requests": 3,
-            "n_out": 2 * phase.n_tokens,
-            "seconds": seconds,
-            "start_s": server.start_s,
-            "result": f"{answer['error']['code']}, then the same text from a new process",
-        }
+        result = f"{answer['error']['code']}, then the same text from a new process"
+        return server.values(3, 2 * phase.n_tokens, seconds, result)
 
 
 def build_fault(folder: Path) -> Path:
