@@ -1,6 +1,7 @@
 """Measure speculative decoding: one engine, which completes the same chats with and without it in turns.
 
     python benches/speculation.py [--rounds 7] [--method suffix] [--workloads copy edit chat adversarial]
+    python benches/speculation.py --control     # both sides without speculation: what the machine alone does
 
 Each line of `benches/results/speculation.jsonl` is one round: a workload of eight chats
 (`speculation_prompts.py`, up to 128 tokens each) at a number of streams. Speculation is switched after every
@@ -82,9 +83,9 @@ def _chats(works: Sequence[Work]) -> list[list[dict[str, str]]]:
 
 
 def measure(
-    model: str, workload: str, streams: int, n_rounds: int, config: dict[str, Any]
+    model: str, workload: str, streams: int, n_rounds: int, config: dict[str, Any], *, is_control: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield one result per round."""
+    """Yield one result per round. With `is_control` both sides are without speculation."""
     works = WORKLOADS[workload]()
     groups = [works[i : i + streams] for i in range(0, len(works), streams)]
     engine = Engine(model, streams, config)
@@ -95,13 +96,13 @@ def measure(
         for i, group in enumerate(groups):
             ids = {}
             for speculates in (False, True) if (round_ + i) % 2 == 0 else (True, False):
-                spent_s, ids[speculates] = engine.run(group, speculates=speculates)
+                spent_s, ids[speculates] = engine.run(group, speculates=speculates and not is_control)
                 seconds[speculates] += spent_s
             n_tokens += sum(map(len, ids[False]))
             n_equal += sum(a == b for a, b in zip(ids[True], ids[False], strict=True))
         yield {
             "workload": workload,
-            "method": config["method"],
+            "method": "none" if is_control else config["method"],
             "streams": streams,
             "round": round_,
             "tokens": n_tokens,
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    parser.add_argument("--control", action="store_true", help="measure both sides without speculation")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     speculator.Speculator = SwitchedSpeculator  # type: ignore[misc]  # built by `make_speculator`
@@ -132,7 +134,7 @@ def main() -> None:
         {**machine, **each}
         for workload in args.workloads
         for streams in args.streams
-        for each in measure(args.model, workload, streams, args.rounds, config)
+        for each in measure(args.model, workload, streams, args.rounds, config, is_control=args.control)
     ]
     args.output.write_text("".join(json.dumps(each) + "\n" for each in pairs), "utf-8")
     print(f"ratio of the seconds without and with {args.method}, median of {args.rounds} rounds")
