@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test test-long test-clients lint fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check docs test test-long test-clients lint fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,12 +50,16 @@ model: build ## download the default model into the cache folder
 serve: build ## serve the default model with the OpenAI API and the web UI (ARGS="--port 8001 ...")
 	@exec $(VENV)/bin/llaisys serve $(ARGS)
 
+docs: build ## build the documentation site in site/; a broken link or a page outside the navigation fails
+	$(PY) scripts/doc_tables.py --check
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 # --- tests and benchmarks ---
 
 browser: $(STAMPS)/python
 	@scripts/ensure-browser.sh $(PY)
 
-lint: build ## run rustfmt, clippy, ruff, mypy, stubtest, import rules and house tests
+lint: build ## run rustfmt, clippy, ruff, mypy, stubtest, import rules, codespell and house tests
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo clippy -p llaisys-py -p llaisys-core --features faults --lib --test faults --quiet -- -D warnings
@@ -64,6 +68,7 @@ lint: build ## run rustfmt, clippy, ruff, mypy, stubtest, import rules and house
 	$(VENV)/bin/mypy
 	$(PY) -m mypy.stubtest llaisys._core --ignore-missing-stub
 	$(VENV)/bin/lint-imports --no-cache
+	git ls-files -z '*.md' '*.py' '*.rs' '*.ts' '*.svelte' '*.yaml' | xargs -0 $(VENV)/bin/codespell
 	npm --prefix webui run --silent check
 	$(VENV)/bin/pytest -q tests/house
 
@@ -187,7 +192,7 @@ $(STAMPS)/faults-core: $(RUST_SOURCES) $(STAMPS)/python
 wheel: $(STAMPS)/python $(STAMPS)/webui ## build one abi3 manylinux_2_28 wheel in dist/, with the web UI
 	@scripts/wheel.sh $(VENV)/bin
 
-gpu-bundle: wheel model ## build wheel, parity tests and inputs for a bare machine with a GPU, in dist/gpu (docs/gpu.md)
+gpu-bundle: wheel model ## build wheel, parity tests and inputs for a bare machine with a GPU, in dist/gpu (docs/deployment/gpu.md)
 	$(PY) benches/gpu/bundle.py $(ARGS)
 
 fmt: $(STAMPS)/python ## format all code in place: rustfmt, ruff and the web UI formatter
@@ -200,6 +205,6 @@ lock: ## write requirements.lock from the versions in .venv
 	@scripts/lock-python.sh $(PY) > requirements.lock.new && mv requirements.lock.new requirements.lock
 
 clean: ## remove everything that a build created, except the model cache
-	rm -rf $(VENV) .venv-peers .venv-clients target dist webui/node_modules tests/clients/node/node_modules tests/clients/agents/node_modules python/llaisys/webui
+	rm -rf $(VENV) .venv-peers .venv-clients target dist site webui/node_modules tests/clients/node/node_modules tests/clients/agents/node_modules python/llaisys/webui
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 	find python -name '_core*.so' -delete

@@ -66,6 +66,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     with LLM(
         arguments.model,
         device="cpu",
+        speculative_config=None,
         enable_lora=True,
         max_loras=arguments.adapters,
         max_lora_rank=arguments.rank,

@@ -63,6 +63,7 @@ class Ours:
             max_num_seqs=32,
             max_model_len=1024,
             num_kv_cells=40960,
+            speculative_config=None,
             **settings,
         )
         self.n_prefills = 0

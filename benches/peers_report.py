@@ -1,4 +1,4 @@
-"""Compute medians of ratios from rounds; write the table, the JSON and the plot of benches/results."""
+"""Compute medians of ratios from rounds; write the table and the JSON of benches/results."""
 
 from __future__ import annotations
 
@@ -207,47 +207,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
     return "\n".join(lines) + "\n"
 
 
-BAR, GAP, LEFT, WIDE, FULL = 16, 6, 150, 820, 560
-COLORS = {"llaisys": "#1f6feb", "llama.cpp": "#9a9a9a", "ik_llama.cpp": "#c2a15a", "openvino": "#7f6bb3"}
-
-
-def plot(table: dict[str, Any]) -> str:
-    """Draw decode and prefill as an SVG: each row's rates relative to its fastest engine."""
-    parts: list[str] = []
-    y = 46
-    shown = [row for row in table if row.split("-")[0] in ("decode", "prefill", "http")]
-    for row in shown:
-        engines = table[row]["engines"]
-        ours = best_of_ours(table[row])
-        shown_as = {name: ours if name == "llaisys" else name for name in COLORS}
-        rates = {name: engines[e]["tokens_per_s"] for name, e in shown_as.items() if e in engines}
-        fastest = max(rates.values())
-        parts.append(_text(8, y + len(rates) * BAR / 2 + 4, row))
-        for name, value in rates.items():
-            width = FULL * value / fastest
-            parts.append(
-                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 3}" fill="{COLORS[name]}"/>'
-            )
-            parts.append(_text(LEFT + width + 5, y + BAR - 5, f"{value:.0f}"))
-            y += BAR
-        y += GAP
-    legend = "".join(
-        f'<rect x="{LEFT + 150 * i}" y="14" width="12" height="12" fill="{color}"/>'
-        + _text(LEFT + 150 * i + 17, 24, name)
-        for i, (name, color) in enumerate(COLORS.items())
-    )
-    font = 'font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {y}" {font}>'
-    ground = f'<rect width="{WIDE}" height="{y}" fill="#ffffff"/>'
-    return "\n".join([head, ground, legend, *parts, "</svg>"]) + "\n"
-
-
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="#222222">{words}</text>'
-
-
 def write(found: list[Round], folder: Path, about: dict[str, Any], before: dict[str, Any]) -> None:
-    """Write peers.json, peers.md and peers.svg of all rounds; print the targets.
+    """Write peers.json and peers.md of all rounds; print the targets.
 
     `about`: the machine and the versions. `before`: the rows of the last committed run.
     """
@@ -269,7 +230,6 @@ def write(found: list[Round], folder: Path, about: dict[str, Any], before: dict[
     pages = {
         "peers.json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
         "peers.md": markdown(table, about, changes),
-        "peers.svg": plot(table),
     }
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")

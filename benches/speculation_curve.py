@@ -143,7 +143,7 @@ class Pair:
             "max_model_len": 1024,
             "num_kv_cells": 16 * 1024,
         }
-        self._without = LLM(str(model), **settings)
+        self._without = LLM(str(model), speculative_config=None, **settings)
         with patch.object(loop, "make_speculator", self._make_speculator):
             self._with = LLM(str(model), speculative_config={"method": "ngram"}, **settings)
 

@@ -84,7 +84,7 @@ MODES = (
     ),
     _llama("ngram-cache", "--spec-type ngram-cache"),
     _llama("draft-simple", f"--spec-type draft-simple -md {{model}} -td {THREADS} -tbd {THREADS}"),
-    Mode(OURS, "none"),
+    Mode(OURS, "none", ("--speculative-config", '{"method": "none"}')),
     Mode(OURS, "suffix", ("--speculative-config", '{"method": "suffix"}')),
     Mode(OURS, "ngram", ("--speculative-config", '{"method": "ngram"}')),
 )

@@ -1,22 +1,27 @@
-"""Write the tables of docs/api.md and docs/configuration.md from the code; --check reports differences."""
+"""Write the parts of docs/reference that come from the code; --check reports differences."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from llaisys.config import Config
+from llaisys.cli.main import COMMANDS
+from llaisys.cli.parsing import Parser
+from llaisys.config import GROUPS, Config, SpeculativeConfig
 from llaisys.server import fields as known_fields
 from llaisys.server import request_schemas
+from llaisys.server.app import create_routes
 from llaisys.server.messages.schemas import CountTokensRequest, MessagesRequest
 from llaisys.server.responses.input import RESPONSES_NEUTRAL
 from llaisys.server.responses.schemas import ResponsesRequest
+from llaisys.server.state import ServerState
 
 ROOT = Path(__file__).parents[1]
 ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
@@ -47,15 +52,72 @@ def fields() -> str:
 
 
 def settings() -> str:
-    """Return one row per setting, in the order of the code."""
-    rows = [
-        f"| `{name}` | {_default(field.default)} | {_cell(field.description)} |"
-        for name, field in Config.model_fields.items()
-    ]
-    return "| setting | default | |\n|---|---|---|\n" + "\n".join(rows)
+    """Return one table per group of settings, in the order of `--help`."""
+    parts = []
+    for title, names in GROUPS.items():
+        rows = [
+            f"| `{name}` | {_default(Config.model_fields[name].default)} | {_cell(Config.model_fields[name].description)} |"
+            for name in names
+        ]
+        heading = title[0].upper() + title[1:]
+        parts.append(f"## {heading}\n\n| setting | default | effect |\n|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def commands() -> str:
+    """Return the help of each command; the settings that several share are in the page of settings."""
+    parts = []
+    for name, module in COMMANDS.items():
+        parser = Parser(prog="llaisys")
+        subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+        module.add_parser(subparsers)
+        for title, command in _leaves(name, subparsers.choices[name]):
+            command._action_groups = [g for g in command._action_groups if g.title not in GROUPS]
+            shown = re.sub(r"(?m)^usage: .*\n(?: .*\n)*\n", "", command.format_help()).rstrip()
+            parts.append(f"## `llaisys {title}`\n\n```text\n{shown}\n```")
+    return "\n\n".join(parts)
+
+
+def _leaves(title: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield a command, or its subcommands."""
+    subcommands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not subcommands:
+        yield title, parser
+    for action in subcommands:
+        for name, inner in action.choices.items():
+            yield from _leaves(f"{title} {name}", inner)
+
+
+def routes() -> str:
+    """Return each route of the OpenAPI document: what it does, the fields of its body and its responses."""
+    state = ServerState(Config(allow_runtime_lora_updating=True, allow_model_management=True))
+    document = create_routes(state).openapi()
+    schemas = document["components"]["schemas"]
+    parts = []
+    for path, operations in sorted(document["paths"].items()):
+        for method, operation in operations.items():
+            lines = [f"## `{method.upper()} {path}`", "", (operation.get("description") or operation["summary"]).strip()]
+            if (body := operation.get("requestBody")) is not None:
+                schema = next(iter(body["content"].values()))["schema"]
+                names = ", ".join(_names(schema, schemas)) or "any JSON object"
+                lines += ["", f"Body: {names}."]
+            statuses = ", ".join(f"{s} ({r['description']})" for s, r in sorted(operation["responses"].items()))
+            lines += ["", f"Responses: {statuses}."]
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _names(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a body, the required ones in bold."""
+    if (reference := schema.get("$ref")) is not None:
+        schema = schemas[reference.rsplit("/", 1)[1]]
+    required = schema.get("required", ())
+    return [f"**`{name}`**" if name in required else f"`{name}`" for name in schema.get("properties", {})]
 
 
 def _default(value: Any) -> str:
+    if isinstance(value, SpeculativeConfig):
+        return f'`{{"method": "{value.method}"}}`'
     return "" if value in (None, ()) else f"`{value}`"
 
 
@@ -71,7 +133,12 @@ def rendered(page: str, name: str, table: str) -> str:
     return re.sub(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", lambda _: table, page, flags=re.S)
 
 
-PAGES = {"api.md": ("fields", fields), "configuration.md": ("settings", settings)}
+PAGES = {
+    "reference/http-api.md": ("fields", fields),
+    "reference/settings.md": ("settings", settings),
+    "reference/cli.md": ("commands", commands),
+    "reference/openapi.md": ("routes", routes),
+}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Limits of the server, checked by `tests/unit/test_limits_table.py` for their rows of docs/limits.md."""
+"""Limits of the server, checked by `tests/unit/test_limits_table.py` for their rows of docs/reference/limits.md."""
 
 from __future__ import annotations
 

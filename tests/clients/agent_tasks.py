@@ -24,7 +24,7 @@ from serving import Server
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "tests" / "clients" / "agents" / "node_modules"
-# What docs/clients.md names.
+# What docs/guides/agents.md names.
 MODEL, URL = "local", "http://127.0.0.1:8000"
 TASK = "Write the words of one.txt and two.txt into answer.txt."
 # Sandboxes need what containers lack.
@@ -40,7 +40,7 @@ CACHED_SHARE = 0.9
 class Agent:
     """The command line of an agent.
 
-    - `heading`: its section of docs/clients.md, whose blocks are run as printed.
+    - `heading`: its section of docs/guides/agents.md, whose blocks are run as printed.
     - `config`: the file in its home folder that the first block is; None if all settings are variables.
     - `path`: the route of its protocol.
     - `tool`: a tool of its own, which tells its prompts from those of other agents and of requests without
@@ -59,7 +59,7 @@ class Agent:
 
     def settings(self) -> list[str]:
         """Return the blocks of its section of the docs; the last is the command."""
-        page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+        page = (ROOT / "docs" / "guides" / "agents.md").read_text("utf-8")
         section = page.split(f"\n### {self.heading}\n")[1].split("\n### ")[0]
         return re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
 

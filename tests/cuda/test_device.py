@@ -1,6 +1,6 @@
 """The wheel on a fake CUDA that runs the kernels' source: from Python to the driver's calls.
 
-These tests do not show that a GPU computes the same as the emulator, or how fast (`docs/gpu.md`).
+These tests do not show that a GPU computes the same as the emulator, or how fast (`docs/deployment/gpu.md`).
 """
 
 from __future__ import annotations

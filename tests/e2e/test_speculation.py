@@ -90,7 +90,7 @@ def test_metrics_and_timeline_count_drafts(server: Server, client: openai.OpenAI
 
 def test_llm_takes_a_prediction_only_with_speculation() -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0)
-    with LLM("smollm2", num_kv_cells=2048) as llm:
+    with LLM("smollm2", num_kv_cells=2048, speculative_config=None) as llm:
         (plain,) = llm.chat([CHAT], params)
         with pytest.raises(UnsupportedError, match="no speculative decoding") as error:
             llm.chat([CHAT], SamplingParams(max_tokens=4, prediction="The sea"))

@@ -1,4 +1,4 @@
-"""docs/models.md: every architecture of the tables in the core has its row."""
+"""docs/models/index.md: every architecture of the tables in the core has its row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ARCH = ROOT / "crates" / "llaisys-core" / "src" / "arch"
 
 
 def test_every_architecture_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "models.md").read_text("utf-8")
+    page = (ROOT / "docs" / "models" / "index.md").read_text("utf-8")
     sources = "\n".join(path.read_text("utf-8") for path in ARCH.rglob("*.rs"))
     fields = r"(?:architecture|gguf_architecture|base|masked|classifier)"
     known = set(re.findall(rf'\b{fields}: "([\w.-]+)"', sources))

@@ -1,4 +1,4 @@
-"""docs/requirements.md names only existing files, identifiers, states and settings."""
+"""docs/project/requirements.md names only existing files, identifiers, states and settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llaisys.engine import request
 from llaisys.outputs import FinishReason
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "requirements.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "project" / "requirements.md").read_text("utf-8")
 
 
 def table(heading: str) -> list[list[str]]:

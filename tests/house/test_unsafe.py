@@ -1,4 +1,4 @@
-"""docs/unsafe.md lists exactly the files with `unsafe` code."""
+"""docs/project/unsafe.md lists exactly the files with `unsafe` code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CRATES = ROOT / "crates"
-PAGE = ROOT / "docs" / "unsafe.md"
+PAGE = ROOT / "docs" / "project" / "unsafe.md"
 # The keyword in code: a block, a function, an implementation, a trait, or a function pointer's type.
 UNSAFE = re.compile(r"\bunsafe\s*(\{|fn\b|impl\b|trait\b|extern\b)")
 # The lint attribute of a module at its `mod` line, or of a whole file (`#!`).
@@ -38,8 +38,8 @@ def test_the_page_lists_exactly_the_files_with_unsafe_code() -> None:
     used = {name for name, text in sources().items() if UNSAFE.search(text)}
     names = listed()
     assert len(names) == len(set(names)), "a file has two rows"
-    assert used - set(names) == set(), "add a row with the invariant to docs/unsafe.md"
-    assert set(names) - used == set(), "remove these rows of docs/unsafe.md: the files have no unsafe code"
+    assert used - set(names) == set(), "add a row with the invariant to docs/project/unsafe.md"
+    assert set(names) - used == set(), "remove these rows of docs/project/unsafe.md: the files have no unsafe code"
 
 
 def test_every_row_states_why_the_code_is_sound() -> None:
@@ -61,7 +61,7 @@ def test_an_allowance_covers_one_file() -> None:
             children = {str(folder / f"{match[2]}.rs"), str(folder / match[2] / "mod.rs")}
             if not children & rows and "deny(unsafe_code)" not in match[1]:
                 wide.append(f"{name}: {match[2]}")
-    assert not wide, f"give each its own row in docs/unsafe.md, or deny unsafe_code at its `mod` line: {wide}"
+    assert not wide, f"give each its own row in docs/project/unsafe.md, or deny unsafe_code at its `mod` line: {wide}"
 
 
 def test_every_allowance_is_used() -> None:

@@ -198,6 +198,13 @@ def test_speculation_is_a_flag_an_environment_variable_and_a_yaml_mapping(
     assert load_config({"speculative_config": {"method": "ngram"}}).speculative_config != SUFFIX
 
 
+def test_speculation_is_automatic_unless_it_is_configured(tmp_path: Path) -> None:
+    assert load_config().speculative_config == SpeculativeConfig(method="auto")
+    path = tmp_path / "config.yaml"
+    path.write_text("speculative_config: null")
+    assert load_config(yaml_path=path).speculative_config is None
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -1,4 +1,4 @@
-"""docs/limits.md: each row names its setting, and the documented behavior at each limit is tested."""
+"""docs/reference/limits.md: each row names its setting, and the documented behavior at each limit is tested."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Row:
 def rows() -> dict[str, Row]:
     """Return the rows of the table by setting."""
     table = {}
-    for line in (ROOT / "docs" / "limits.md").read_text("utf-8").splitlines():
+    for line in (ROOT / "docs" / "reference" / "limits.md").read_text("utf-8").splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
         if line.startswith("| `"):
             table[cells[0]] = Row(*cells[1:5])

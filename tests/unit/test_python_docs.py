@@ -1,4 +1,4 @@
-"""docs/python.md: what its tables say of vLLM's arguments is what the code does."""
+"""docs/guides/offline-python.md: what its tables say of vLLM's arguments is what the code does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llaisys import (
 )
 from llaisys.config import Config, load_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "migration" / "vllm.md").read_text("utf-8")
 TABLES = PAGE.split("<!-- arguments of vLLM -->")[1].split("<!-- end of arguments of vLLM -->")[0]
 TARGETS: dict[str, Callable[..., Any]] = {
     "LLM": LLM,

@@ -49,7 +49,7 @@ describe("a conversation's tree", () => {
     expect(update(tree, "none", { content: "x" })).toBe(tree);
   });
 
-  it("removes a message with all that follows it, and goes to the neighbour", () => {
+  it("removes a message with all that follows it, and goes to the neighbor", () => {
     const { tree, removed } = remove(choose(sample(), "c"), "b");
     expect(ids(removed)).toBe("b c");
     expect(ids(path(tree))).toBe("a d");

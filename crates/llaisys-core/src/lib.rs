@@ -26,7 +26,7 @@
 //! `examples/generate.rs` loads a model and generates tokens.
 //!
 //! The core uses no network, no clock and no environment variables, and it does not tokenize. `unsafe` is denied except
-//! in the files that `docs/unsafe.md` lists.
+//! in the files that `docs/project/unsafe.md` lists.
 //!
 //! # Features
 //!

@@ -184,7 +184,7 @@ impl Drop for AlignedBuf {
 /// Number types for which every bit pattern is a value and alignment is at most 64.
 ///
 /// # Safety
-/// Implementors have no padding, no invalid bit patterns and an alignment of at most [`ALIGN`].
+/// Implementers have no padding, no invalid bit patterns and an alignment of at most [`ALIGN`].
 pub unsafe trait Plain: Copy {}
 // SAFETY: primitive integers and floats satisfy all three.
 unsafe impl Plain for u8 {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from llaisys.cli.config_flags import add_config_flags, explained_config_of
 from llaisys.cli.parsing import Commands, add_command
-from llaisys.config import SECRETS
+from llaisys.config import GROUPS, SECRETS
 from llaisys.logs import without_credentials
 
 MASK = "***"
@@ -35,7 +35,8 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings on stdout in the order of `llaisys serve --help`, with secrets masked."""
     config, sources = explained_config_of(arguments)
-    values = {name: _shown(name, value) for name, value in config.model_dump(mode="json").items()}
+    dumped = config.model_dump(mode="json")
+    values = {name: _shown(name, dumped[name]) for names in GROUPS.values() for name in names}
     if arguments.json:
         shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
         print(json.dumps(shown, indent=2))

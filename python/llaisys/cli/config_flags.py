@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from llaisys.config import (
+    GROUPS,
     Config,
     EngineConfig,
     KvEventsConfig,
@@ -44,22 +45,29 @@ CLIENT_SETTINGS = EngineConfig.model_fields.keys() | {"api_key"}
 def add_config_flags(
     parser: argparse.ArgumentParser, settings: Collection[str] = Config.model_fields.keys()
 ) -> None:
-    """Add MODEL, `--config FILE` and a flag for each of `settings`, which are fields of Config."""
+    """Add MODEL, `--config FILE` and a flag for each of `settings` (fields of Config), in the order of GROUPS."""
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="same as --model")
-    group = parser.add_argument_group(
-        "settings",
-        "each is also an environment variable (LLAISYS_MAX_NUM_SEQS) and a key of --config (max_num_seqs)",
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="a YAML file of settings, by the flags' names (max_num_seqs); each is also an environment "
+        "variable (LLAISYS_MAX_NUM_SEQS); flags override both",
     )
+    for title, names in GROUPS.items():
+        if shown := [name for name in names if name in settings]:
+            group = parser.add_argument_group(title)
+            for name in shown:
+                _add_flag(group, name)
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str) -> None:
+    field = Config.model_fields[name]
+    flags = (flag_of(name), *ALIASES.get(name, ()))
     group.add_argument(
-        "--config", metavar="FILE", type=Path, help="a YAML file of settings; flags override it"
+        *flags, dest=name, default=argparse.SUPPRESS, help=_help(field), **_parser_options(field)
     )
-    for name, field in Config.model_fields.items():
-        if name in settings:
-            flags = (flag_of(name), *ALIASES.get(name, ()))
-            group.add_argument(
-                *flags, dest=name, default=argparse.SUPPRESS, help=_help(field), **_parser_options(field)
-            )
 
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
     if get_origin(field.annotation) is tuple:
         return f"{text}; may be repeated"
-    if field.default in (None, ()) or isinstance(field.default, bool):
+    if field.default in (None, ()) or isinstance(field.default, bool | SpeculativeConfig):
         return text
     return f"{text} (default: {field.default})"
 

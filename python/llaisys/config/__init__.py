@@ -1,6 +1,6 @@
 """The settings, in three groups: EngineConfig, ServedModelConfig and ServerConfig.
 
-`Config` combines them. Code that needs only one group uses that class, so the engine has no server settings.
+`Config` combines them; `GROUPS` has the order in which users see them. Code that needs only one group uses that class, so the engine has no server settings.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from llaisys.config.environment import (
     home_folder,
     package_version,
 )
+from llaisys.config.groups import GROUPS
 from llaisys.config.kv_events_config import KvEventsConfig
 from llaisys.config.loading import FILE_BYTES_MAX, Config, Source, explain_config, load_config
 from llaisys.config.lora_module import LoraModule
@@ -22,6 +23,7 @@ from llaisys.config.speculative_config import SpeculativeConfig
 __all__ = [
     "DEFAULT_MODEL",
     "FILE_BYTES_MAX",
+    "GROUPS",
     "SECRETS",
     "Config",
     "EngineConfig",

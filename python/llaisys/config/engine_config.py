@@ -235,11 +235,11 @@ class EngineConfig(BaseModel):
         None, ge=1, description="tokens of one client in a step with prefill (default: no bound)"
     )
     speculative_config: SpeculativeConfig | None = Field(
-        None,
-        description="speculative decoding as JSON, as in vLLM: "
-        '{"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", '
-        '"model": "org/small"} (default: off); the tokens are the same; set it for text that repeats its '
-        "prompt or earlier outputs, or if a much smaller model has the same tokenizer",
+        SpeculativeConfig("auto"),
+        description="speculative decoding as JSON, as in vLLM: {\"method\": \"suffix\"}, "
+        '{"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", "model": "org/small"}; '
+        '{"method": "none"} turns it off (default: suffix on the CPU, none on a GPU); the tokens are the same; set '
+        "draft_model if a much smaller model has the same tokenizer",
     )
     kv_events_config: KvEventsConfig | None = Field(
         None,

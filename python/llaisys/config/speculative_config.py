@@ -15,7 +15,7 @@ DRAFTS_MAX = 16
 class SpeculativeConfig:
     """Speculative decoding with one method. The names and meanings are vLLM's.
 
-    - `method`: `ngram` proposes what followed the newest tokens earlier in the request; `suffix` also uses
+    - `method`: `auto` is `suffix` on the CPU and `none` on a GPU. `none` is off. `ngram` proposes what followed the newest tokens earlier in the request; `suffix` also uses
       earlier outputs of the same client; `draft_model` runs a second, smaller model with the same vocabulary.
       `num_speculative_tokens`: drafts of a request per step.
     - `draft_model`: `model` is the second model, in the forms of the setting `model`.
@@ -26,7 +26,7 @@ class SpeculativeConfig:
       at least `suffix_decoding_min_token_prob`.
     """
 
-    method: Literal["ngram", "suffix", "draft_model"]
+    method: Literal["auto", "none", "ngram", "suffix", "draft_model"]
     num_speculative_tokens: Annotated[int, Field(ge=1, le=DRAFTS_MAX)] = 8
     model: str | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 3

@@ -5,9 +5,10 @@ Each function raises RejectedError or UnsupportedError naming the setting.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
-from llaisys.config import EngineConfig, KvEventsConfig
+from llaisys.config import EngineConfig, KvEventsConfig, SpeculativeConfig
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
 
@@ -55,10 +56,18 @@ def check_disk_tier(config: EngineConfig, info: ModelInfo) -> None:
         )
 
 
-def check_speculation(config: EngineConfig, draft: ModelInfo | None, *, on_gpu: bool) -> None:
-    """Raise UnsupportedError if drafts cannot be verified or computed."""
-    if config.speculative_config is None:
-        return
+def speculation_of(
+    config: EngineConfig, draft: ModelInfo | None, *, on_gpu: bool
+) -> SpeculativeConfig | None:
+    """Return the settings of speculative decoding; None: it is off.
+
+    Raises UnsupportedError if drafts of a configured method cannot be verified or computed.
+    """
+    speculation = config.speculative_config
+    if speculation is None or speculation.method == "none":
+        return None
+    if speculation.method == "auto":
+        return None if on_gpu else replace(speculation, method="suffix")
     if on_gpu:
         raise UnsupportedError(
             "speculative decoding runs on the CPU only; set device cpu", param="speculative_config"
@@ -69,6 +78,7 @@ def check_speculation(config: EngineConfig, draft: ModelInfo | None, *, on_gpu: 
             "after a rejected draft; choose another draft model",
             param="speculative_config",
         )
+    return speculation
 
 
 def check_draft(draft: ModelInfo, info: ModelInfo) -> None:

@@ -1,6 +1,6 @@
 """Limits: the limits of an engine, and the check that a request can ever run within them. Pure.
 
-docs/limits.md has the table.
+docs/reference/limits.md has the table.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llaisys.config import EngineConfig, KvEventsConfig, SpeculativeConfig
-from llaisys.engine.features import check_disk_tier, check_draft, check_speculation, kv_events_of, lora_bytes
+from llaisys.engine.features import check_disk_tier, check_draft, kv_events_of, lora_bytes, speculation_of
 from llaisys.engine.host import Cpus
 from llaisys.engine.limits import Limits
+from llaisys.engine.spec_decode.planner import ROWS_MAX
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
 
@@ -127,7 +128,7 @@ def size_engine(
 
     Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
-    check_speculation(config, draft, on_gpu=gpu is not None)
+    speculation = speculation_of(config, draft, on_gpu=gpu is not None)
     check_disk_tier(config, info)
     adapter_bytes = lora_bytes(config, info, on_gpu=gpu is not None)
     memory_bytes = max(0, memory_bytes - adapter_bytes)
@@ -173,7 +174,7 @@ def size_engine(
         n_streams=config.num_kv_streams,
         kv_cell_bytes=cell_bytes,
         n_clients=n_clients,
-        speculates=config.speculative_config is not None,
+        speculates=speculation is not None,
         max_loras=config.max_loras if config.enable_lora else 0,
         state_bytes=info.state_bytes,
         n_states_kept=n_kept,
@@ -237,7 +238,7 @@ def size_engine(
         )
         summary += f"; draft model {draft.path} with {n_cells} cells"
     return EngineSizing(
-        settings, limits, summary, config.speculative_config, draft_settings, kv_events_of(config, info)
+        settings, limits, summary, speculation, draft_settings, kv_events_of(config, info)
     )
 
 
@@ -248,9 +249,10 @@ def size_encoder(
 
     Raises RejectedError or UnsupportedError naming the setting that cannot be satisfied.
     """
+    speculation = config.speculative_config
     unsupported = {
         "quantization": config.quantization is not None,
-        "speculative_config": config.speculative_config is not None,
+        "speculative_config": speculation is not None and speculation.method not in ("auto", "none"),
         "tensor_parallel_size": config.tensor_parallel_size > 1,
         "kv_events_config": kv_events_of(config, info) is not None,
         "prefix_cache_dir": config.prefix_cache_dir is not None,
@@ -413,11 +415,11 @@ def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
     row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head + info.recurrent_width
     n_rows = config.max_num_batched_tokens
     n_requests = min(n_rows, config.max_num_seqs)
-    n_verified = 0
-    if config.speculative_config is not None:
-        n_verified = min(n_rows, n_requests * (1 + config.speculative_config.num_speculative_tokens))
+    # A step with drafts has at most ROWS_MAX rows, each of which is an output.
+    n_verified = min(n_rows, ROWS_MAX) if speculation_of(config, None, on_gpu=False) else 0
     n_recorded = n_verified * info.journal_width
-    return _FLOAT_BYTES * (n_rows * row + n_recorded + n_logits * n_requests * info.vocab_size)
+    n_outputs = max(n_requests, n_verified)
+    return _FLOAT_BYTES * (n_rows * row + n_recorded + n_logits * n_outputs * info.vocab_size)
 
 
 def _check_fits(config: EngineConfig, info: ModelInfo, memory_bytes: int, kv_bytes: int) -> None:

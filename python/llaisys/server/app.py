@@ -103,7 +103,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
     From the outside in: access log, Host and Origin, CORS (if origins are listed), API key, rate limits, body
     limits, queue limit, routes. None is a BaseHTTPMiddleware, which would hide a client's disconnection.
     """
-    routes = _routes(state)
+    routes = create_routes(state)
     config = state.config
     app: ASGIApp = BodyLimitMiddleware(
         QueueLimitMiddleware(routes, state), BodyLimits.of(config), state.keys.n_clients
@@ -126,10 +126,11 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
 
 def create_handlers(state: ServerState) -> ASGIApp:
     """Return the routes for a caller in this process, without access checks and limits."""
-    return AccessLogMiddleware(_routes(state), state.metrics)
+    return AccessLogMiddleware(create_routes(state), state.metrics)
 
 
-def _routes(state: ServerState) -> FastAPI:
+def create_routes(state: ServerState) -> FastAPI:
+    """Return the routes as a FastAPI application, which also has the OpenAPI document."""
     app = FastAPI(
         title="LLAISYS",
         version=package_version(),

@@ -182,12 +182,19 @@ def test_on_a_gpu_the_core_sizes_the_kv_cache_unless_configured() -> None:
     assert made.limits.with_cells(10_000).max_model_len == 128
 
 
-def test_speculation_is_sized_on_the_cpu_and_rejected_on_a_gpu() -> None:
+def test_speculation_is_the_default_on_the_cpu_and_rejected_on_a_gpu() -> None:
     speculative = SpeculativeConfig(method="suffix")
-    assert sized().speculation is None
-    assert sized(speculative_config=speculative).speculation == speculative
+    assert sized().speculation == speculative
+    assert sized().limits.speculates
+    assert sized(speculative_config=None).speculation is None
+    assert sized(speculative_config=SpeculativeConfig(method="none")).speculation is None
+    few = SpeculativeConfig(method="auto", num_speculative_tokens=2)
+    assert sized(speculative_config=few).speculation == replace(speculative, num_speculative_tokens=2)
     config, info = Config(speculative_config=speculative), inspect_model(Path("fake"))
     gpu = GpuSettings(ordinal=0, memory_share=0.9, synchronous=False, overlap=True)
+    on_gpu = size_engine(Config(), info, 100 * MIB, Cpus(2), gpu=gpu)
+    assert on_gpu.speculation is None
+    assert not on_gpu.limits.speculates
     with pytest.raises(UnsupportedError, match="device cpu") as error:
         size_engine(config, info, 100 * MIB, Cpus(2), gpu=gpu)
     assert error.value.param == "speculative_config"

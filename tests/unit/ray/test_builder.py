@@ -84,5 +84,5 @@ def test_the_example_is_valid() -> None:
 
 
 def test_every_argument_is_documented() -> None:
-    page = (ROOT / "docs" / "scale.md").read_text("utf-8")
+    page = (ROOT / "docs" / "deployment" / "scale.md").read_text("utf-8")
     assert all(f"`{name}`" in page for name in RaySettings.model_fields)

@@ -15,7 +15,7 @@ from llaisys.server.middleware.auth import FILE_BYTES_MAX, Keyring
 from llaisys.server.middleware.hosts import check_exposure
 from llaisys.server.protocol import cache_salt, engine_id
 
-SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
+SECURITY = Path(__file__).parents[3] / "docs" / "operations" / "security.md"
 
 
 def hashed(key: str) -> str:

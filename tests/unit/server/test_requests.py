@@ -1,4 +1,4 @@
-"""Cancelling requests and their timelines, over the real service on the fake core."""
+"""Canceling requests and their timelines, over the real service on the fake core."""
 
 from __future__ import annotations
 

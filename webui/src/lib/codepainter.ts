@@ -4,7 +4,7 @@
 
 import type highlighter from "./highlighter";
 import { patchChildren } from "./patch";
-import { code } from "./sanitise";
+import { code } from "./sanitize";
 
 type Highlighter = typeof highlighter;
 

@@ -6,7 +6,7 @@ import type highlighter from "./highlighter";
 import type { typeset } from "./katex";
 import type { Block } from "./markdown";
 import { patchChildren } from "./patch";
-import { prose } from "./sanitise";
+import { prose } from "./sanitize";
 
 // A longer formula stays TeX. Within a line it is hardly a formula, but text between two dollar signs.
 const TEX_CHARS_MAX = { displayed: 5_000, inline: 1_000 };
@@ -30,7 +30,7 @@ let isAsked = false;
 let colors: typeof highlighter | null = null;
 let formulas: typeof typeset | null = null;
 
-/** Makes an element show this block, which is sanitised here. Only what has changed is drawn. */
+/** Makes an element show this block, which is sanitized here. Only what has changed is drawn. */
 export function draw(element: HTMLElement, block: Block): void {
   const before = drawn.get(element);
   drawn.set(element, block);

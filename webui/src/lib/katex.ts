@@ -2,7 +2,7 @@
 
 import katex from "katex";
 import "katex/dist/katex.min.css";
-import { formula } from "./sanitise";
+import { formula } from "./sanitize";
 
 // The style properties that KaTeX sets: sizes, places and colors.
 const STYLES =

@@ -1,4 +1,4 @@
-// Markdown to markup, block by block, so that a growing answer costs its last block only. `draw.ts` sanitises it.
+// Markdown to markup, block by block, so that a growing answer costs its last block only. `draw.ts` sanitizes it.
 
 import MarkdownIt, { type Env, type Token } from "markdown-it";
 import { markRules } from "./markrules";

@@ -87,9 +87,9 @@ export function remove(tree: Tree, id: string): { tree: Tree; removed: Message[]
   if (left.length > 0) children.set(key, left);
   else children.delete(key);
   if (chosen[key] === id) {
-    const neighbour = left[Math.max(0, siblings.indexOf(id) - 1)];
-    if (neighbour === undefined) delete chosen[key];
-    else chosen[key] = neighbour;
+    const neighbor = left[Math.max(0, siblings.indexOf(id) - 1)];
+    if (neighbor === undefined) delete chosen[key];
+    else chosen[key] = neighbor;
   }
   return { tree: { messages, children, chosen }, removed };
 }

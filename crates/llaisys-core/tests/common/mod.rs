@@ -128,9 +128,9 @@ impl Tiny {
         let mut random = Random(0x5eed ^ self.d_model as u64);
         let (d, q, kv) = (self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
         let norms_rotated = self.norms_rotated();
-        let mut put = |name: String, shape: Vec<usize>, centre: f32, scale: f32| {
+        let mut put = |name: String, shape: Vec<usize>, center: f32, scale: f32| {
             let n = shape.iter().product();
-            let values = (0..n).map(|_| centre + scale * random.unit()).collect();
+            let values = (0..n).map(|_| center + scale * random.unit()).collect();
             self.tensors.insert(name, (shape, values));
         };
         put("model.embed_tokens.weight".into(), vec![self.vocab_size, d], 0.0, 1.0);

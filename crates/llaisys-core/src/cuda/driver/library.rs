@@ -75,7 +75,7 @@ impl std::fmt::Display for Version {
 /// signature.
 ///
 /// # Safety
-/// Implementors are function pointers, for which any address except null is a value.
+/// Implementers are function pointers, for which any address except null is a value.
 pub(super) unsafe trait CFunction: Copy {}
 
 macro_rules! c_functions {
