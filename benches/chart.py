@@ -24,7 +24,12 @@ GROUPS = {
     "prefill-512-8bit": "Prompts of 512 tokens",
     "http-16-8bit": "Over HTTP, 16 clients",
 }
-ENGINES = {"llaisys": "LLAISYS", "llama.cpp": "llama.cpp", "ik_llama.cpp": "ik_llama.cpp", "openvino": "OpenVINO"}
+ENGINES = {
+    "llaisys": "LLAISYS",
+    "llama.cpp": "llama.cpp",
+    "ik_llama.cpp": "ik_llama.cpp",
+    "openvino": "OpenVINO",
+}
 THEMES = {
     "light": {"text": "#1f2328", "faint": "#59636e", "ours": "#1f6feb", "peer": "#b6bec8"},
     "dark": {"text": "#f0f6fc", "faint": "#9198a1", "ours": "#4493f8", "peer": "#57606a"},
@@ -37,7 +42,9 @@ def _text(x: float, y: float, words: str, color: str, more: str = "") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" fill="{color}" {more}>{words}</text>'
 
 
-def _group(title: str, rates: dict[str, float], at: tuple[float, float], theme: dict[str, str]) -> Iterator[str]:
+def _group(
+    title: str, rates: dict[str, float], at: tuple[float, float], theme: dict[str, str]
+) -> Iterator[str]:
     left, top = at
     yield _text(left, top, title, theme["text"], 'font-weight="600"')
     fastest = max(rates.values())
@@ -45,14 +52,16 @@ def _group(title: str, rates: dict[str, float], at: tuple[float, float], theme: 
         y, width = top + 10 + i * BAR, FULL * rate / fastest
         color = theme["ours" if engine == "llaisys" else "peer"]
         yield _text(left + LEFT - 8, y + 15, ENGINES[engine], theme["text"], 'text-anchor="end"')
-        yield f'<rect x="{left + LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 5}" rx="2" fill="{color}"/>'
+        x = left + LEFT
+        yield f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{BAR - 5}" rx="2" fill="{color}"/>'
         yield _text(left + LEFT + width + 6, y + 15, f"{rate:.0f}", theme["text"])
 
 
 def chart(table: dict[str, Any], theme: dict[str, str]) -> str:
     """Return the chart as SVG. `table`: the content of peers.json."""
     title = "Tokens per second, Qwen2.5-0.5B's shape in 8 bits (longer is better)"
-    where = f"{table['machine']}, {table['threads']} threads, random weights, {table['date']}; medians of at least 7 rounds"
+    machine = f"{table['machine']}, {table['threads']} threads"
+    where = f"{machine}, random weights, {table['date']}; medians of at least 7 rounds"
     parts = [
         _text(16, 24, title, theme["text"], 'font-size="15" font-weight="600"'),
         _text(16, 43, where, theme["faint"]),
@@ -63,7 +72,8 @@ def chart(table: dict[str, Any], theme: dict[str, str]) -> str:
         rates = {e: engines[key.get(e, e)]["tokens_per_s"] for e in ENGINES if key.get(e, e) in engines}
         at = (16 + COLUMN * (i % 2), TOP + 10 + GROUP_HIGH * (i // 2))
         parts += _group(name, rates, at, theme)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" font-family="sans-serif" font-size="12">'
+    font = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" {font}>'
     return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>"]) + "\n"
 
 

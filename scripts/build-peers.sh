@@ -41,11 +41,27 @@ if [ ! -d "$src/vendor/llama.cpp" ]; then
 fi
 export PATH=$peers/bin:$PATH
 build=$src/vendor/llama.cpp/build
+# Some virtual machines list AMX, but end a program that uses it.
+flags=""
+if grep -q amx_tile /proc/cpuinfo; then
+    cat >"$peers/amx.c" <<'END'
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int main(void) {
+    if (syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */)) return 1;
+    _tile_zero(0);
+    return 0;
+}
+END
+    cc -mamx-tile -o "$peers/amx" "$peers/amx.c"
+    "$peers/amx" 2>/dev/null || flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+fi
 for tool in "${tools[@]}"; do
     if [ ! -x "$build/bin/$tool" ]; then
         echo "building llama.cpp's tools (long); the log is $peers/build.log"
         { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
-            -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
+            -DGGML_NATIVE=ON -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
             cmake --build "$build" -j "$JOBS" \
                 --target "${tools[@]}" mtmd; } >"$peers/build.log" 2>&1
     fi

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def settings() -> str:
     parts = []
     for title, names in GROUPS.items():
         rows = [
-            f"| `{name}` | {_default(Config.model_fields[name].default)} | {_cell(Config.model_fields[name].description)} |"
-            for name in names
+            f"| `{name}` | {_default(field.default)} | {_cell(field.description)} |"
+            for name, field in ((name, Config.model_fields[name]) for name in names)
         ]
         heading = title[0].upper() + title[1:]
         parts.append(f"## {heading}\n\n| setting | default | effect |\n|---|---|---|\n" + "\n".join(rows))
@@ -65,17 +66,31 @@ def settings() -> str:
 
 
 def commands() -> str:
-    """Return the help of each command; the settings that several share are in the page of settings."""
+    """Return the flags of each command. Its settings are in their own page."""
     parts = []
     for name, module in COMMANDS.items():
-        parser = Parser(prog="llaisys")
-        subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+        subparsers = Parser(prog="llaisys").add_subparsers()
         module.add_parser(subparsers)
         for title, command in _leaves(name, subparsers.choices[name]):
-            command._action_groups = [g for g in command._action_groups if g.title not in GROUPS]
-            shown = re.sub(r"(?m)^usage: .*\n(?: .*\n)*\n", "", command.format_help()).rstrip()
-            parts.append(f"## `llaisys {title}`\n\n```text\n{shown}\n```")
+            groups = [group for group in command._action_groups if group.title not in GROUPS]
+            rows = [
+                f"| {_flags(action)} | {_cell(action.help)} |"
+                for group in groups
+                for action in group._group_actions
+                if not isinstance(action, argparse._HelpAction)
+            ]
+            table = "| flag | effect |\n|---|---|\n" + "\n".join(rows)
+            epilog = command.epilog or subparsers.choices[name].epilog  # a subcommand has none of its own
+            examples = f"```text\n{textwrap.dedent(epilog.partition(':')[2]).strip()}\n```"
+            description = command.description[0].upper() + command.description[1:] + "."
+            parts.append("\n\n".join([f"## `llaisys {title}`", description, table, examples]))
     return "\n\n".join(parts)
+
+
+def _flags(action: argparse.Action) -> str:
+    metavar = action.metavar or (None if action.nargs == 0 else " ".join(action.choices or ()))
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    return " ".join(filter(None, [names, f"`{metavar}`" if metavar else ""]))
 
 
 def _leaves(title: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -96,12 +111,18 @@ def routes() -> str:
     parts = []
     for path, operations in sorted(document["paths"].items()):
         for method, operation in operations.items():
-            lines = [f"## `{method.upper()} {path}`", "", (operation.get("description") or operation["summary"]).strip()]
+            lines = [
+                f"## `{method.upper()} {path}`",
+                "",
+                (operation.get("description") or operation["summary"]).strip(),
+            ]
             if (body := operation.get("requestBody")) is not None:
                 schema = next(iter(body["content"].values()))["schema"]
                 names = ", ".join(_names(schema, schemas)) or "any JSON object"
                 lines += ["", f"Body: {names}."]
-            statuses = ", ".join(f"{s} ({r['description']})" for s, r in sorted(operation["responses"].items()))
+            statuses = ", ".join(
+                f"{s} ({r['description']})" for s, r in sorted(operation["responses"].items())
+            )
             lines += ["", f"Responses: {statuses}."]
             parts.append("\n".join(lines))
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Limits of the server, checked by `tests/unit/test_limits_table.py` for their rows of docs/reference/limits.md."""
+"""Limits of the server: `tests/unit/test_limits_table.py` checks their rows of docs/reference/limits.md."""
 
 from __future__ import annotations
 

@@ -22,7 +22,11 @@ def quoted() -> list[str]:
 
 def sources() -> str:
     """Return the text of the code, with literals that are written in pieces joined."""
-    files = [*(ROOT / "python").rglob("*.py"), *(ROOT / "crates").rglob("*.rs"), *(ROOT / "scripts").glob("*")]
+    files = [
+        *(ROOT / "python").rglob("*.py"),
+        *(ROOT / "crates").rglob("*.rs"),
+        *(ROOT / "scripts").glob("*"),
+    ]
     text = "\n".join(file.read_text("utf-8") for file in files if file.is_file())
     text = re.sub(r'"\s*\n\s*f?"', "", text)  # Python
     text = re.sub(r"\\\n\s*", "", text)  # Rust

@@ -39,7 +39,9 @@ def test_the_page_lists_exactly_the_files_with_unsafe_code() -> None:
     names = listed()
     assert len(names) == len(set(names)), "a file has two rows"
     assert used - set(names) == set(), "add a row with the invariant to docs/project/unsafe.md"
-    assert set(names) - used == set(), "remove these rows of docs/project/unsafe.md: the files have no unsafe code"
+    assert set(names) - used == set(), (
+        "remove these rows of docs/project/unsafe.md: the files have no unsafe code"
+    )
 
 
 def test_every_row_states_why_the_code_is_sound() -> None:
@@ -61,7 +63,9 @@ def test_an_allowance_covers_one_file() -> None:
             children = {str(folder / f"{match[2]}.rs"), str(folder / match[2] / "mod.rs")}
             if not children & rows and "deny(unsafe_code)" not in match[1]:
                 wide.append(f"{name}: {match[2]}")
-    assert not wide, f"give each its own row in docs/project/unsafe.md, or deny unsafe_code at its `mod` line: {wide}"
+    assert not wide, (
+        f"give each its own row in docs/project/unsafe.md, or deny unsafe_code at its `mod` line: {wide}"
+    )
 
 
 def test_every_allowance_is_used() -> None:

@@ -111,3 +111,32 @@ def test_retired_names_are_not_used() -> None:
 def test_retired_names_are_found_as_whole_identifiers() -> None:
     assert PATTERN.findall("self.books: Books = foresee(text_pool)") == ["Books", "foresee", "text_pool"]
     assert PATTERN.findall("BooksReader my_text_pool context_pool") == []
+
+
+# Phrases, and what the field says instead, in the text of pages and of code that ships.
+RETIRED_PHRASES = {
+    "somebody": "the request, the client, a person",
+    "nobody": "no request, no client",
+    "anew": "again",
+    "at hand": "available",
+    "but for": "except",
+    "beside": "next to, compared with",
+    "tokens a second": "tokens per second",
+    "at most so many": "up to N",
+    "gets on": "makes progress",
+}
+PHRASES = re.compile(rf"(?<![\w-])({'|'.join(RETIRED_PHRASES)})(?![\w-])", re.IGNORECASE)
+SHIPPED = ("*.md", "*.yaml", "python/*.py", "crates/*/src/*.rs", "webui/src/*.ts", "webui/src/*.svelte")
+
+
+def test_retired_phrases_are_not_used() -> None:
+    command = ["git", "ls-files", "-z", "--", *SHIPPED, ":!tests/data", ":!CHANGELOG.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    found = [
+        f"{name}:{number}: {phrase}: {RETIRED_PHRASES[phrase.lower()]}"
+        for name in filter(None, listed)
+        for number, line in enumerate((ROOT / name).read_text("utf-8").splitlines(), 1)
+        for phrase in PHRASES.findall(line)
+    ]
+    assert len(listed) > 300
+    assert not found, "\n".join(found)

@@ -1,4 +1,4 @@
-"""docs/reference/limits.md: each row names its setting, and the documented behavior at each limit is tested."""
+"""docs/reference/limits.md: each row names its setting, and the behavior at each limit is tested."""
 
 from __future__ import annotations
 

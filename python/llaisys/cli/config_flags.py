@@ -45,7 +45,7 @@ CLIENT_SETTINGS = EngineConfig.model_fields.keys() | {"api_key"}
 def add_config_flags(
     parser: argparse.ArgumentParser, settings: Collection[str] = Config.model_fields.keys()
 ) -> None:
-    """Add MODEL, `--config FILE` and a flag for each of `settings` (fields of Config), in the order of GROUPS."""
+    """Add MODEL, `--config FILE` and a flag for each of `settings`, fields of Config, in groups."""
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="same as --model")
     parser.add_argument(

@@ -1,6 +1,7 @@
-"""The settings, in three groups: EngineConfig, ServedModelConfig and ServerConfig.
+"""The settings, in three classes: EngineConfig, ServedModelConfig and ServerConfig.
 
-`Config` combines them; `GROUPS` has the order in which users see them. Code that needs only one group uses that class, so the engine has no server settings.
+`Config` combines them. Code that needs only one class uses that, so the engine has no server settings.
+`GROUPS` has the order in which users see them.
 """
 
 from __future__ import annotations

@@ -236,10 +236,10 @@ class EngineConfig(BaseModel):
     )
     speculative_config: SpeculativeConfig | None = Field(
         SpeculativeConfig("auto"),
-        description="speculative decoding as JSON, as in vLLM: {\"method\": \"suffix\"}, "
-        '{"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", "model": "org/small"}; '
-        '{"method": "none"} turns it off (default: suffix on the CPU, none on a GPU); the tokens are the same; set '
-        "draft_model if a much smaller model has the same tokenizer",
+        description='speculative decoding as JSON, as in vLLM: {"method": "suffix"}, {"method": "ngram", '
+        '"num_speculative_tokens": 8}, {"method": "draft_model", "model": "org/small"} or {"method": "none"} '
+        "(default: suffix on the CPU, none on a GPU); the tokens are the same; set draft_model if a much "
+        "smaller model has the same tokenizer",
     )
     kv_events_config: KvEventsConfig | None = Field(
         None,

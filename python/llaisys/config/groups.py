@@ -1,4 +1,4 @@
-"""The settings in groups as users think of them: the order of `llaisys serve --help` and of the documentation."""
+"""The settings in groups, as users think of them, for `llaisys serve --help` and the documentation."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ DRAFTS_MAX = 16
 class SpeculativeConfig:
     """Speculative decoding with one method. The names and meanings are vLLM's.
 
-    - `method`: `auto` is `suffix` on the CPU and `none` on a GPU. `none` is off. `ngram` proposes what followed the newest tokens earlier in the request; `suffix` also uses
-      earlier outputs of the same client; `draft_model` runs a second, smaller model with the same vocabulary.
-      `num_speculative_tokens`: drafts of a request per step.
+    - `method`: `ngram` proposes what followed the newest tokens earlier in the request; `suffix` also uses
+      earlier outputs of the same client; `draft_model` runs a second, smaller model with the same vocabulary;
+      `none` is off; `auto` is `suffix` on the CPU and `none` on a GPU. `num_speculative_tokens`: drafts of a
+      request per step.
     - `draft_model`: `model` is the second model, in the forms of the setting `model`.
     - `ngram`: `prompt_lookup_min` and `prompt_lookup_max` are the lengths of a match.
     - `suffix`: a match is compared over `suffix_decoding_max_tree_depth` tokens;

@@ -237,9 +237,7 @@ def size_engine(
             max_loras=0,
         )
         summary += f"; draft model {draft.path} with {n_cells} cells"
-    return EngineSizing(
-        settings, limits, summary, speculation, draft_settings, kv_events_of(config, info)
-    )
+    return EngineSizing(settings, limits, summary, speculation, draft_settings, kv_events_of(config, info))
 
 
 def size_encoder(

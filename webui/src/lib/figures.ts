@@ -17,7 +17,7 @@ export function shortTokens(n: number): string {
   return n < 1024 ? String(n) : `${Math.round(n / 1024)}k`;
 }
 
-/** Tokens a second are those after the first, over the time after the first: how fast one reads them appear. */
+/** Tokens per second are those after the first, over the time after the first: how fast one reads them appear. */
 export function figures(message: Message): Figures {
   const { usage, timing } = message;
   const restS = timing ? (timing.totalMs - timing.firstTokenMs) / 1000 : 0;

@@ -107,7 +107,7 @@ export class Conversation {
     this.edit = { id: message.id, text: message.content };
   }
 
-  /** A question's other wording is a branch beside it, with an answer of its own. */
+  /** A question's other wording is a branch next to it, with an answer of its own. */
   editQuestion(question: Message, text: string): void {
     const { parent, attachments } = question;
     const edited = this.#add({
@@ -120,7 +120,7 @@ export class Conversation {
     this.#answer(edited.id);
   }
 
-  /** The reader's version of an answer is a branch beside it. */
+  /** The reader's version of an answer is a branch next to it. */
   editAnswer(answer: Message, text: string): void {
     this.#add({ role: "assistant", content: text, parent: answer.parent, end: "edited" });
   }

@@ -17,7 +17,7 @@ class Ui {
   dialog = $state<Dialog>(null);
   /** The session list as a drawer, on a narrow screen. */
   drawer = $state(false);
-  /** The figures of the server, beside the conversation. */
+  /** The figures of the server, next to the conversation. */
   panel = $state(false);
   /** The search in the shown chat is open. */
   isFinding = $state(false);
@@ -26,7 +26,7 @@ class Ui {
   announcement = $state("");
   #nextToast = 0;
 
-  /** Says something for a while; `action` is offered beside it. */
+  /** Says something for a while; `action` is offered next to it. */
   toast(text: string, action: Toast["action"] = null): void {
     const id = this.#nextToast++;
     this.toasts = [...this.toasts, { id, text, action }];
