@@ -152,6 +152,11 @@ class ChatServer(ServerProcess):
         return completion
 
 
+def _plain(mode: Mode) -> Mode:
+    """Return the mode without speculation of the same engine."""
+    return next(each for each in MODES if (each.engine, each.name) == (mode.engine, "none"))
+
+
 def start(modes: Sequence[Mode], model: Path, streams: int) -> dict[Mode, ChatServer]:
     """Start a server for each mode, without those that llama-server refuses."""
     servers = {}
@@ -192,7 +197,7 @@ def measure_round(
                 totals[mode].n_tokens += sum(each["usage"]["completion_tokens"] for each in completions)
                 texts[mode] = [each["choices"][0]["message"]["content"] for each in completions]
             for mode in servers:
-                without = texts[Mode(mode.engine, "none")]
+                without = texts[_plain(mode)]
                 totals[mode].n_equal += sum(a == b for a, b in zip(texts[mode], without, strict=True))
         rates = {mode: of.n_tokens / of.seconds for mode, of in totals.items()}
         for mode, of in totals.items():
@@ -206,7 +211,7 @@ def measure_round(
                 "tokens": of.n_tokens,
                 "seconds": round(of.seconds, 3),
                 "tokens_per_s": round(rates[mode], 2),
-                "ratio": round(rates[mode] / rates[Mode(mode.engine, "none")], 3),
+                "ratio": round(rates[mode] / rates[_plain(mode)], 3),
                 "drafts": n_drafts,
                 "accepted": n_accepted,
                 "texts": len(works),

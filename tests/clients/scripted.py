@@ -43,6 +43,8 @@ def scripted_serving(folder: Path, script: Sequence[Entry], *flags: str, key: st
             "2048",
         ),
         *("--chat-template", str(FOLDER / "tools.jinja"), "--reasoning-parser", "qwen3", *flags),
+        # The core verifies drafts with the tokens that it sampled, not with those of the script.
+        *("--speculative-config", '{"method": "none"}'),
     )
     program = (sys.executable, str(FOLDER / "scripted_server.py"), str(path))
     with serving(folder, str(one_layer(folder)), *flags, key=key, program=program) as server:

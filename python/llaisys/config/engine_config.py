@@ -33,7 +33,8 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of weights and products; auto keeps the checkpoint's precision; float32 takes "
-        "twice the memory of bfloat16",
+        "twice the memory of bfloat16; set float32 to compare with a reference, bfloat16 to "
+        "halve the memory of an f32 or f16 checkpoint",
     )
     quantization: Literal["int8", "int4"] | None = Field(
         None,
@@ -43,7 +44,7 @@ class EngineConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="device that runs the model; auto selects the GPU if it can run this model with these "
-        "settings, otherwise the CPU",
+        "settings, otherwise the CPU; set cuda to fail instead of falling back",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -53,7 +54,11 @@ class EngineConfig(BaseModel):
         "programs use the GPU",
     )
     cuda_device: int = Field(
-        0, ge=0, le=63, description="number of the GPU, in the driver's order (device cuda)"
+        0,
+        ge=0,
+        le=63,
+        description="number of the GPU, in the driver's order (device cuda); set it on a machine with "
+        "several GPUs",
     )
     cuda_sync: bool = Field(
         False,
@@ -73,16 +78,18 @@ class EngineConfig(BaseModel):
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto",
-        description="source of default sampling parameters: auto uses the model's, vllm uses vLLM's "
-        "neutral defaults",
+        description="source of default sampling parameters: auto uses the model's, vllm uses vLLM's neutral "
+        "defaults; set vllm to compare with a vLLM server",
     )
     chat_template: Path | None = Field(
-        None, description="Jinja file that replaces the model's chat template (default: the model's own)"
+        None,
+        description="Jinja file that replaces the model's chat template (default: the model's own); set it "
+        "if that is missing or wrong",
     )
     pooling_type: Literal["auto", "mean", "last", "cls", "max"] = Field(
         "auto",
         description="pooling of embeddings: the mean of all last hidden states, the last or first (cls) one, "
-        "or the largest numbers; auto uses the model's setting",
+        "or the largest numbers; auto uses the model's setting; set it if that is missing",
     )
     score_type: Literal["auto", "cosine", "yes_no"] = Field(
         "auto",
@@ -109,10 +116,16 @@ class EngineConfig(BaseModel):
         "states would take more than a fifth of the memory",
     )
     max_concurrent_requests: int | None = Field(
-        None, ge=1, description="upper bound of max_num_seqs and max_batch_size (default: max_num_seqs)"
+        None,
+        ge=1,
+        description="upper bound of max_num_seqs and max_batch_size (default: max_num_seqs); set it to bound "
+        "both at once",
     )
     max_batch_size: int | None = Field(
-        None, ge=1, description="sequences in one step; more of them alternate (default: all that run)"
+        None,
+        ge=1,
+        description="sequences in one step; more of them alternate (default: all that run); lower it to "
+        "bound the duration of a step",
     )
     max_num_batched_tokens: int = Field(
         512,
@@ -121,21 +134,28 @@ class EngineConfig(BaseModel):
         "smoother streams",
     )
     max_num_queued_reqs: int = Field(
-        256, ge=0, description="requests that may wait in the queue; further ones get 429"
+        256,
+        ge=0,
+        description="requests that may wait in the queue; further ones get 429; raise it for bursts, lower "
+        "it so that clients go elsewhere sooner",
     )
     max_num_queued_tokens: int | None = Field(
         None,
         ge=1,
         description="prompt tokens that may wait in the queue; a request beyond them gets 429 (default: no "
-        "bound)",
+        "bound); set it to bound the wait when prompts are long",
     )
     max_input_tokens: int | None = Field(
-        None, ge=1, description="tokens of one prompt; a longer one gets 400 (default: the context)"
+        None,
+        ge=1,
+        description="tokens of one prompt; a longer one gets 400 (default: the context); set it to keep long "
+        "prompts away",
     )
     max_output_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of one completion; a request that asks for more gets 400 (default: the context)",
+        description="tokens of one completion; a request that asks for more gets 400 (default: the context); "
+        "set it to bound the time of a request",
     )
     max_logprobs: int = Field(
         20,
@@ -154,7 +174,7 @@ class EngineConfig(BaseModel):
         None,
         ge=1,
         description="KV cells, one token each (default: as many as kv_cache_memory_bytes holds); with both "
-        "the smaller applies",
+        "the smaller applies; set it to think in tokens instead of bytes",
     )
     num_kv_streams: int = Field(
         1,
@@ -180,7 +200,10 @@ class EngineConfig(BaseModel):
         1.0, gt=0, le=3600, description="interval of the check of kv_eviction_threshold, in seconds"
     )
     max_sessions: int = Field(
-        256, ge=0, description="named sessions of all clients together, and saved sessions of each client"
+        256,
+        ge=0,
+        description="named sessions of all clients together, and saved sessions of each client; raise it for "
+        "more users with long conversations",
     )
     session_kv_share: float = Field(
         0.5,
@@ -190,14 +213,17 @@ class EngineConfig(BaseModel):
         "conversations",
     )
     session_store: Path | None = Field(
-        None, description="folder for saved sessions (default: sessions cannot be saved)"
+        None,
+        description="folder for saved sessions (default: sessions cannot be saved); set it to keep "
+        "conversations over a restart",
     )
 
     prefix_cache_dir: Path | None = Field(
         None,
         description="folder for the disk tier of the prefix cache (default: off); cached prefixes are also "
-        "written there, survive a restart, and are loaded if that is faster than computing; the files "
-        "reveal prompts to everyone who can read them",
+        "written there, survive a restart, and are loaded if that is faster than computing; the "
+        "files reveal prompts to everyone who can read them; set it if long prompts return after "
+        "a restart or an eviction",
     )
     prefix_cache_disk_bytes: int = Field(
         2**33,
@@ -208,7 +234,10 @@ class EngineConfig(BaseModel):
 
     # scheduling
     request_timeout_s: float = Field(
-        600.0, gt=0, description="age at which a request ends with 408, in seconds"
+        600.0,
+        gt=0,
+        description="age at which a request ends with 408, in seconds; raise it for long completions on a "
+        "slow machine",
     )
     timeout_scan_s: float = Field(
         1.0, ge=0.5, le=5, description="interval of the check of request ages, in seconds"
@@ -217,7 +246,7 @@ class EngineConfig(BaseModel):
         60.0,
         gt=0,
         description="wait, in seconds, after which a request is scheduled before all others, whatever its "
-        "priority",
+        "priority; lower it if low priorities wait too long",
     )
     max_step_time_s: float = Field(
         0.25,
@@ -232,7 +261,10 @@ class EngineConfig(BaseModel):
         "prompt does not fill every step",
     )
     max_client_tokens_per_step: int | None = Field(
-        None, ge=1, description="tokens of one client in a step with prefill (default: no bound)"
+        None,
+        ge=1,
+        description="tokens of one client in a step with prefill (default: no bound); set it so that one "
+        "client does not fill every step",
     )
     speculative_config: SpeculativeConfig | None = Field(
         SpeculativeConfig("auto"),
@@ -243,9 +275,9 @@ class EngineConfig(BaseModel):
     )
     kv_events_config: KvEventsConfig | None = Field(
         None,
-        description="KV events for routers as JSON, as in vLLM: "
-        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default: off); anyone who can reach '
-        "the endpoint sees the token ids of all cached prompts",
+        description='KV events for routers as JSON, as in vLLM: {"enable_kv_cache_events": true, "endpoint": '
+        '"tcp://*:5557"} (default: off); anyone who can reach the endpoint sees the token ids of '
+        "all cached prompts; set it behind a router that chooses servers by their prefixes",
     )
 
     # LoRA
@@ -262,14 +294,18 @@ class EngineConfig(BaseModel):
         "it to save memory",
     )
     max_lora_rank: int = Field(
-        16, ge=1, le=512, description="highest rank of a LoRA adapter; one with a higher rank is refused"
+        16,
+        ge=1,
+        le=512,
+        description="highest rank of a LoRA adapter; one with a higher rank is refused; raise it to the "
+        "highest rank of your adapters",
     )
 
     # process
     engine_process: bool = Field(
         False,
         description="run the engine in its own process, which is restarted if it dies; protects the server "
-        "from faults in native code",
+        "from faults in native code; set it for servers that must stay up",
     )
     watchdog_window_s: float = Field(
         30.0,
@@ -290,7 +326,8 @@ class EngineConfig(BaseModel):
     cpu_threads_bind: str = Field(
         "auto",
         description="CPUs that compute threads are pinned to: auto (one of each core, unless a CPU quota is "
-        "smaller), nobind, or a list such as 0-3,8; with several ranks one list for each: 0-3|4-7",
+        "smaller), nobind, or a list such as 0-3,8; with several ranks one list for each: "
+        "0-3|4-7; set it to keep cores free for other programs",
     )
     tensor_parallel_size: int = Field(
         1,

@@ -23,7 +23,9 @@ class ServedModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     preload: bool = Field(
-        True, description="load the model at startup; otherwise at its first request, which then waits for it"
+        True,
+        description="load the model at startup; otherwise at its first request, which then waits for it; "
+        "turn it off for one of several models that is seldom used",
     )
     idle_unload_s: float | None = Field(
         None,
@@ -87,14 +89,21 @@ class ServerConfig(BaseModel):
     host: str = Field(
         "127.0.0.1", description="address to bind; one that other machines can reach needs an API key"
     )
-    port: int = Field(8000, ge=0, le=65535, description="TCP port to bind; 0 selects a free one")
+    port: int = Field(
+        8000,
+        ge=0,
+        le=65535,
+        description="TCP port to bind; 0 selects a free one; set it if the port is taken",
+    )
     uds: Path | None = Field(
         None,
         description="Unix domain socket to listen on, in place of host and port; its permissions follow the "
-        "umask",
+        "umask; set it behind a proxy on the same machine",
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="origins that may call the API from a browser (CORS) (default: same origin only)"
+        (),
+        description="origins that may call the API from a browser (CORS) (default: same origin only); add "
+        "the origins of your web pages that call this server",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -107,11 +116,15 @@ class ServerConfig(BaseModel):
         "removes it or not; the OpenAPI document names it",
     )
     ssl_certfile: Path | None = Field(
-        None, description="PEM file of the certificate chain; turns HTTPS on (default: HTTP)"
+        None,
+        description="PEM file of the certificate chain; turns HTTPS on (default: HTTP); set it if no proxy "
+        "does TLS",
     )
     ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key, not encrypted")
     ssl_ca_certs: Path | None = Field(
-        None, description="PEM file of the authorities that client certificates are verified against"
+        None,
+        description="PEM file of the authorities that client certificates are verified against; set it with "
+        "ssl_cert_reqs 2 to admit known clients only",
     )
     ssl_cert_reqs: int = Field(
         0, ge=0, le=2, description="client certificates: 0 not requested, 1 verified if sent, 2 required"
@@ -124,12 +137,15 @@ class ServerConfig(BaseModel):
         description="accepted API keys (default: no key is required, unless api_key_file is set)",
     )
     api_key_file: Path | None = Field(
-        None, description="file of further accepted keys as hashes, one line NAME SHA256 for each"
+        None,
+        description="file of further accepted keys as hashes, one line NAME SHA256 for each; set it for "
+        "several clients with limits of their own",
     )
     prefix_cache_sharing: Literal["per-key", "all"] = Field(
         "per-key",
         description="clients that share cached prefixes: requests of the same key, or of all keys; with all, "
-        "clients can learn from cached_tokens and timing what others have sent",
+        "clients can learn from cached_tokens and timing what others have sent; set all only for "
+        "clients that trust each other",
     )
     allow_model_management: bool = Field(
         False,
@@ -138,14 +154,21 @@ class ServerConfig(BaseModel):
     )
     allow_runtime_lora_updating: bool = Field(
         False,
-        description="let every client load and unload LoRA adapters (/v1/load_lora_adapter), from any "
-        "folder that the server can read; vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        description="let every client load and unload LoRA adapters (/v1/load_lora_adapter), from any folder "
+        "that the server can read; vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING; set it only for "
+        "trusted clients",
     )
     max_concurrent_requests_per_key: int | None = Field(
-        None, ge=1, description="open requests of one key; further ones get 429 (default: no bound)"
+        None,
+        ge=1,
+        description="open requests of one key; further ones get 429 (default: no bound); set it for clients "
+        "that open too many",
     )
     max_requests_per_minute_per_key: int | None = Field(
-        None, ge=1, description="requests per minute of one key; further ones get 429 (default: no bound)"
+        None,
+        ge=1,
+        description="requests per minute of one key; further ones get 429 (default: no bound); set it for "
+        "clients that send too many",
     )
 
     # requests and responses
@@ -164,25 +187,37 @@ class ServerConfig(BaseModel):
         "streams have them with their usage",
     )
     strict_fields: bool = Field(
-        False, description="reject unknown request fields with 400; otherwise they are ignored and reported"
+        False,
+        description="reject unknown request fields with 400; otherwise they are ignored and reported; set it "
+        "to find misspelled fields",
     )
     drop_attribution_line: bool = Field(
         True,
         description="leave out the line x-anthropic-billing-header at the head of the system prompt of "
         "/v1/messages: Claude Code changes it in each request, so that no prefix would be cached",
     )
-    max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of one request body; a larger one gets 413")
+    max_body_bytes: int = Field(
+        4 << 20,
+        ge=1,
+        description="bytes of one request body; a larger one gets 413; raise it for long documents",
+    )
     max_body_bytes_in_flight: int = Field(
-        64 << 20, ge=1, description="bytes of the bodies of all open requests; further ones get 429"
+        64 << 20,
+        ge=1,
+        description="bytes of the bodies of all open requests; further ones get 429; lower it on a machine "
+        "with little memory",
     )
     max_response_bytes: int = Field(
         128 << 20,
         ge=1,
         description="bytes of one response that is not streamed; a larger one gets 400, before generation "
-        "where the size is certain",
+        "where the size is certain; raise it for many logprobs or embeddings in one response",
     )
     max_response_bytes_in_flight: int = Field(
-        512 << 20, ge=1, description="bytes of all open responses that are not streamed; beyond them 429"
+        512 << 20,
+        ge=1,
+        description="bytes of all open responses that are not streamed; beyond them 429; lower it on a "
+        "machine with little memory",
     )
     upload_timeout_s: float = Field(
         30.0,
@@ -202,12 +237,16 @@ class ServerConfig(BaseModel):
         "router, which runs a request that got 408 again",
     )
     timeout_keep_alive_s: float = Field(
-        5.0, gt=0, description="seconds that a connection may be idle between two requests"
+        5.0,
+        gt=0,
+        description="seconds that a connection may be idle between two requests; raise it for clients that "
+        "reuse connections seldom",
     )
     shutdown_timeout_s: float = Field(
         30.0,
         ge=0,
-        description="seconds that open requests may continue after SIGTERM; a second signal ends them",
+        description="seconds that open requests may continue after SIGTERM; a second signal ends them; raise "
+        "it for long completions, below the time that your service manager waits",
     )
 
     # web UI, logs, traces
@@ -217,7 +256,10 @@ class ServerConfig(BaseModel):
         "see the same chats from several browsers",
     )
     max_chat_bytes_per_key: int = Field(
-        256 << 20, ge=1, description="bytes of one key's chats in chat_store; a write beyond them gets 400"
+        256 << 20,
+        ge=1,
+        description="bytes of one key's chats in chat_store; a write beyond them gets 400; raise it for "
+        "chats with long attachments",
     )
     response_store: Path | None = Field(
         None,
@@ -228,15 +270,18 @@ class ServerConfig(BaseModel):
         256 << 20,
         ge=1,
         description="bytes of one key's responses and their input in response_store; beyond them the least "
-        "recently used are deleted",
+        "recently used are deleted; raise it to keep more",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="lowest level that is logged; debug also logs probes and other reads"
+        "info",
+        description="lowest level that is logged; debug also logs probes and other reads; set debug to see "
+        "them, warning to see only problems",
     )
     otlp_traces_endpoint: str | None = Field(
         None,
         description="OpenTelemetry collector (OTLP over HTTP) that receives a span for each request "
-        "(default: no tracing)",
+        "(default: no tracing); set it to see where the time of requests goes, next to your "
+        "other services",
     )
 
     @field_validator("api_key", mode="before")
