@@ -1,12 +1,13 @@
 """Take the screenshots of the documentation, at twice the resolution. Review them before a commit.
 
-The answers are scripted (`tests/clients/scripted_server.py`), because SmolLM2 is too small to write them. Everything
-else is real: template, tokenizer, engine, forward pass and figures are those of the server.
+The answers are scripted (`tests/clients/scripted_server.py`), because SmolLM2 is too small to write them.
+Everything else is real: template, tokenizer, engine, forward pass and figures are those of the server.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -45,7 +46,7 @@ def merge_sort(items: list[int]) -> list[int]:
 COST = "How many comparisons does it need?"
 COST_TEXT = """\
 <think>
-Let T(n) be the comparisons for n items. Merging takes at most n - 1 of them. Unroll the recurrence for n = 2^k.
+Let T(n) be the comparisons for n items. Merging takes at most n - 1 of them. Unroll it for n = 2^k.
 </think>
 
 Merging two halves takes at most $n - 1$ comparisons, so
@@ -83,7 +84,7 @@ def script() -> list[dict[str, str]]:
     turns = {COST: COST_TEXT, SORTS: SORTS_TEXT, SKY: SKY_TEXT, **OTHERS}
     for message, text in reversed(DRAFTS.items()):
         turns[message] = text
-    return [{"after": message.replace("?", "[?]").replace(".", "[.]"), "text": text} for message, text in turns.items()]
+    return [{"after": re.escape(message), "text": text} for message, text in turns.items()]
 
 
 def shoot(chat: Chat, name: str) -> None:
@@ -103,7 +104,7 @@ def complete(chat: Chat, message: str) -> None:
 
 
 def desktop(browser: Browser, server: Server) -> None:
-    """A table and code with the status panel, formulas and reasoning in the dark theme, and a map of branches."""
+    """Take a map of branches, a table and code with the status panel, and formulas in the dark theme."""
     context = browser.new_context(
         viewport={"width": 1280, "height": 800}, device_scale_factor=2, color_scheme="light"
     )
@@ -138,7 +139,7 @@ def desktop(browser: Browser, server: Server) -> None:
 
 
 def phone(browser: Browser, server: Server) -> None:
-    """A Chinese chat on a narrow screen."""
+    """Take a Chinese chat on a narrow screen."""
     context = browser.new_context(
         viewport={"width": 390, "height": 780},
         device_scale_factor=2,
@@ -161,7 +162,10 @@ def main() -> None:
         texts = Path(folder) / "script.json"
         texts.write_text(json.dumps(script()), "utf-8")
         program = (sys.executable, str(ROOT / "tests" / "clients" / "scripted_server.py"), str(texts))
-        flags = ("--num-kv-cells", "8192", "--reasoning-parser", "qwen3", "--speculative-config", '{"method": "none"}')
+        flags = (
+            *("--num-kv-cells", "8192", "--reasoning-parser", "qwen3"),
+            *("--speculative-config", '{"method": "none"}'),
+        )
         browser = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)
         with serving(Path(folder), "smollm2", *flags, program=program) as server:
             desktop(browser, server)
