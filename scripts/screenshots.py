@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -147,16 +148,19 @@ def phone(browser: Browser, server: Server) -> None:
         is_mobile=True,
         locale="zh-CN",
     )
-    chat = Chat.open(context, server.url)
-    chat.page.get_by_role("textbox").fill(SKY)
+    chat = Chat(context.new_page(), server.url)
+    chat.page.goto(server.url)
+    chat.page.get_by_role("textbox", name="消息").fill(SKY)
     chat.button("发送").click()
-    expect(chat.completion.locator(".usage")).to_be_visible(timeout=120_000)
+    expect(chat.page.locator(".usage")).to_be_visible(timeout=120_000)
     shoot(chat, "phone")
     context.close()
 
 
 def main() -> None:
     """Take all screenshots."""
+    if not subprocess.run(["fc-list", ":lang=zh"], capture_output=True, check=True).stdout:
+        sys.exit("the Chinese screenshot needs a font: apt-get install fonts-noto-cjk")
     OUT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         texts = Path(folder) / "script.json"
