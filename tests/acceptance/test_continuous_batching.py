@@ -54,7 +54,7 @@ def test_continuous_batching_needs_fewer_steps_than_static_batches(golden: Golde
     rng = random.Random(seed)
     prompts = [{"prompt_token_ids": rng.choice(golden.prompts)[:8]} for _ in range(96)]
     params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 40), ignore_eos=True) for _ in prompts]
-    with LLM(str(FOLDER), dtype="float32", max_num_seqs=n_batch) as llm:
+    with LLM(str(FOLDER), dtype="float32", max_num_seqs=n_batch, speculative_config=None) as llm:
 
         def num_steps() -> int:
             return llm._engine.client.stats().num_steps

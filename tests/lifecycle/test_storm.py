@@ -170,7 +170,8 @@ async def test_an_abort_storm_leaks_nothing_and_changes_no_output(
 @pytest.mark.parametrize("n_steps", range(6), ids=lambda n: f"after {n} steps")
 def test_the_cells_of_a_canceled_request_are_free_one_step_later(n_steps: int) -> None:
     """While another request runs: in the queue (0), during prefill (1 to 3), during decoding (from 4)."""
-    config = Config(**{**SETTINGS, "max_num_batched_tokens": 16, "enable_prefix_caching": False})
+    settings = {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "speculative_config": None}
+    config = Config(**{**SETTINGS, **settings})
     made = size_engine(config, inspect_model(FOLDER), 2**30, Cpus(1))
     engine = build_engine(made, 0)
     for name, n_prompt in (("stays", 2), ("goes", 40)):

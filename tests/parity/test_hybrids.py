@@ -176,7 +176,7 @@ def test_activations_of_recurrent_layers_count_in_the_workspace() -> None:
     settings = Config(max_num_batched_tokens=1000)
     row_bytes = memory._workspace_bytes(settings, info)
     assert row_bytes - memory._workspace_bytes(settings, replace(info, recurrent_width=0)) == 4000 * width
-    # Of a row of a sequence with drafts, the inputs of four recurrent layers are recorded.
+    # Of each row of a step with drafts, up to 16, the inputs of four recurrent layers are recorded.
     assert info.journal_width == 4 * (128 + 2 * 4)
     drafts = Config(
         max_num_batched_tokens=1000,
@@ -185,7 +185,7 @@ def test_activations_of_recurrent_layers_count_in_the_workspace() -> None:
     )
     row_bytes = memory._workspace_bytes(drafts, info)
     none = memory._workspace_bytes(drafts, replace(info, journal_width=0))
-    assert row_bytes - none == 4 * 10 * 5 * info.journal_width
+    assert row_bytes - none == 4 * 16 * info.journal_width
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused_by_name() -> None:

@@ -461,10 +461,12 @@ def test_reasoning_goes_on_after_a_reload(context: BrowserContext, tmp_path: Pat
 
 def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: Path) -> None:
     """The page is reloaded while the model writes the call, whose result is then sent in the background."""
-    text = {"text": {"const": "again and " * 200}}
+    text = {"text": {"const": "again and " * 600}}
     schema = {"type": "object", "properties": text, "required": ["text"], "additionalProperties": False}
     note = {"type": "function", "name": "note", "parameters": schema}
     flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--tool-call-parser", "hermes")
+    # Drafts would complete the repeated text before the page is reloaded.
+    flags += ("--speculative-config", '{"method": "none"}')
     with serving(tmp_path, MODEL, *flags) as server:
         chat = Chat.open(context, server.url)
         turn_on(chat)

@@ -46,7 +46,7 @@ def routes(state: ServerState) -> list[APIRoute]:
             router = getattr(route, "original_router", None)
             yield from [route] if router is None else flat(router.routes)
 
-    return [route for route in flat(application._routes(state).routes) if isinstance(route, APIRoute)]
+    return [route for route in flat(application.create_routes(state).routes) if isinstance(route, APIRoute)]
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Iterator[Gate]:  #
 
 @pytest.fixture
 async def state(gate: Gate, request: pytest.FixtureRequest) -> AsyncIterator[ServerState]:
-    settings = getattr(request, "param", {})
+    # Without speculation: the gate would stop the decodes that measure its costs.
+    settings = {"speculative_config": None, **getattr(request, "param", {})}
     service = await AsyncLLM.start(Config(num_kv_cells=512, max_num_seqs=4, **settings))
     yield ServerState(Config(api_key=KEYS), models=ModelRegistry([service]))
     gate.opened.set()

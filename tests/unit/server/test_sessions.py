@@ -14,7 +14,7 @@ import pytest
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
-from llaisys.server.app import _routes, create_app
+from llaisys.server.app import create_app, create_routes
 from llaisys.server.state import ServerState
 
 KEYS = ("one", "two")
@@ -247,7 +247,7 @@ async def test_each_model_has_its_own_sessions(http: httpx.AsyncClient) -> None:
 
 
 def test_the_openapi_document_has_all_session_routes() -> None:
-    schema = _routes(ServerState(Config())).openapi()
+    schema = create_routes(ServerState(Config())).openapi()
     paths = {path for path in schema["paths"] if path.startswith(("/v1/sessions", "/v1/requests"))}
     assert paths == {
         "/v1/sessions",
