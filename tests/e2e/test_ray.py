@@ -76,7 +76,7 @@ def test_the_next_turn_goes_to_the_replica_that_has_the_prefix(cluster: Cluster)
         assert second.headers[REPLICA] == first.headers[REPLICA]
         assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= n_prompt - 1
         places.append(first.headers[REPLICA])
-    # Names of replicas are random, and places are hashes of them: only that all are one is improbable (2^-15).
+    # Names of replicas are random, and places are hashes of them: that all are one is improbable (2^-15).
     assert len(set(places)) == 2
 
 
