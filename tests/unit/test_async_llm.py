@@ -68,7 +68,8 @@ def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG
 
 @contextlib.asynccontextmanager
 async def started(**settings: Any) -> AsyncIterator[AsyncLLM]:
-    service = await AsyncLLM.start(Config(**{"num_kv_cells": 512, **settings}))
+    # Without speculation: its start decodes, which the gate would take for a step.
+    service = await AsyncLLM.start(Config(**{"num_kv_cells": 512, "speculative_config": None, **settings}))
     try:
         yield service
     finally:

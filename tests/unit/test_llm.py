@@ -315,7 +315,10 @@ def test_each_prompt_has_its_own_session(llm: LLM) -> None:
 
 
 class Gate:
-    """Block the engine in each decode until `opened` is set. `reached` is set inside a decode."""
+    """Block the engine in each decode until `opened` is set. `reached` is set inside a decode.
+
+    For engines without speculation, whose start would wait in the decodes that it measures.
+    """
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -337,7 +340,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 def test_priorities_order_waiting_requests(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request runs at a time; of those that wait, the lowest number is next."""
     prompts = [prompt(i) for i in range(4)]
-    with LLM("fake", num_kv_cells=1024, max_num_seqs=1) as llm:
+    with LLM("fake", num_kv_cells=1024, max_num_seqs=1, speculative_config=None) as llm:
         submit = llm._engine.client.submit
 
         def open_at_the_last(request: Any) -> None:
@@ -418,7 +421,7 @@ def test_reset_prefix_cache_keeps_sessions() -> None:
 
 def test_reset_prefix_cache_does_nothing_while_requests_run(gate: Gate) -> None:
     params = SamplingParams(temperature=0, max_tokens=100)
-    with LLM("fake", num_kv_cells=1024) as llm, ThreadPoolExecutor(1) as pool:
+    with LLM("fake", num_kv_cells=1024, speculative_config=None) as llm, ThreadPoolExecutor(1) as pool:
         gate.opened.set()
         llm.generate(prompt(*range(1, 21)), GREEDY)
         gate.opened.clear()

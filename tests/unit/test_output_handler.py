@@ -164,7 +164,8 @@ async def waiting_stream(
         return decode(context, *arrays)
 
     monkeypatch.setattr(core.Context, "decode", wait_then_decode)
-    service = await AsyncLLM.start(Config(num_kv_cells=512))
+    # Without speculation, whose start would wait in the decodes that it measures.
+    service = await AsyncLLM.start(Config(num_kv_cells=512, speculative_config=None))
     stream = service.generate(
         [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.DELTA), "a"
     )
