@@ -14,12 +14,12 @@ from playwright.sync_api import Browser, BrowserContext, Locator, expect
 
 from axe import violations
 from chatpage import COMPLETIONS, RESPONSES, Chat
-from serving import Server, serving
+from serving import STEADY, Server, serving
 
 OPTION = "Answers go on when this page is closed or reloaded"
 # A page cannot keep up with the tiny model on a busy machine, so these tests have a real one.
 MODEL = "smollm2"
-LONG = ("--num-kv-cells", "16384", "--max-num-seqs", "2")
+LONG = ("--num-kv-cells", "16384", "--max-num-seqs", "2", *STEADY)
 ENDLESS = {"ignore_eos": True, "temperature": 0}
 # Breaks the connections of background responses: `window.cut()`.
 CUT = """
@@ -465,8 +465,6 @@ def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: 
     schema = {"type": "object", "properties": text, "required": ["text"], "additionalProperties": False}
     note = {"type": "function", "name": "note", "parameters": schema}
     flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--tool-call-parser", "hermes")
-    # Drafts would complete the repeated text before the page is reloaded.
-    flags += ("--speculative-config", '{"method": "none"}')
     with serving(tmp_path, MODEL, *flags) as server:
         chat = Chat.open(context, server.url)
         turn_on(chat)
