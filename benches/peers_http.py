@@ -109,14 +109,8 @@ class Server(ServerProcess):
         is_ours = engine.startswith("llaisys")
         if is_ours:
             command = [sys.executable, "-m", "llaisys", "serve", model, *common]
-            command += [
-                "--max-num-seqs",
-                "32",
-                "--log-level",
-                "warning",
-                "--speculative-config",
-                '{"method": "none"}',
-            ]
+            command += ["--max-num-seqs", "32", "--log-level", "warning"]
+            command += ["--speculative-config", '{"method": "none"}']
             setting = engine.partition("/")[2]
             command += ["--quantization", setting] if setting else []
         else:

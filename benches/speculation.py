@@ -1,7 +1,6 @@
 """Measure speculative decoding: one engine, which completes the same chats with and without it in turns.
 
     python benches/speculation.py [--rounds 7] [--method suffix] [--workloads copy edit chat adversarial]
-    python benches/speculation.py --control     # both sides without speculation: what the machine alone does
 
 Each line of `benches/results/speculation.jsonl` is one round: a workload of eight chats
 (`speculation_prompts.py`, up to 128 tokens each) at a number of streams. Speculation is switched after every
@@ -9,7 +8,8 @@ group of chats that run together, so that a change of the machine's speed meets 
 because two with the same settings differ by up to 8 % (5 pairs of engines without speculation: 1.03 to 1.08).
 Earlier outputs are not kept, because each round has the same. The prompts are in the prefix cache, so the
 seconds are those of decoding. `ratio` is the seconds without divided by the seconds with speculation.
-`equal`: completions with the same tokens, of eight.
+`equal`: completions with the same tokens, of eight. Rounds of the method `none` are the control, in which
+both sides are without speculation: their ratios show what the machine alone does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
-    parser.add_argument("--control", action="store_true", help="measure both sides without speculation")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     speculator.Speculator = SwitchedSpeculator  # type: ignore[misc]  # built by `make_speculator`
@@ -134,16 +134,18 @@ def main() -> None:
         {**machine, **each}
         for workload in args.workloads
         for streams in args.streams
-        for each in measure(args.model, workload, streams, args.rounds, config, is_control=args.control)
+        for is_control in (False, True)
+        for each in measure(args.model, workload, streams, args.rounds, config, is_control=is_control)
     ]
     args.output.write_text("".join(json.dumps(each) + "\n" for each in pairs), "utf-8")
     print(f"ratio of the seconds without and with {args.method}, median of {args.rounds} rounds")
-    for workload in args.workloads:
+    for workload, method in product(args.workloads, (args.method, "none")):
         shown = ""
         for streams in args.streams:
-            of = [p["ratio"] for p in pairs if (p["workload"], p["streams"]) == (workload, streams)]
+            row = (workload, method, streams)
+            of = [p["ratio"] for p in pairs if (p["workload"], p["method"], p["streams"]) == row]
             shown += f"  {streams} streams {statistics.median(of):.2f}"
-        print(f"{workload:12}{shown}")
+        print(f"{workload:12} {method:6}{shown}")
     print(f"equal completions: {sum(p['equal'] for p in pairs)} of {8 * len(pairs)}")
 
 

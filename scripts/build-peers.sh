@@ -41,9 +41,9 @@ if [ ! -d "$src/vendor/llama.cpp" ]; then
 fi
 export PATH=$peers/bin:$PATH
 build=$src/vendor/llama.cpp/build
-# Some virtual machines list AMX, but end a program that uses it.
-flags=""
-if grep -q amx_tile /proc/cpuinfo; then
+# Print the flags that keep AMX out of a build: some virtual machines list it, but end a program that uses it.
+without_amx() {
+    grep -q amx_tile /proc/cpuinfo || return 0
     cat >"$peers/amx.c" <<'END'
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -55,13 +55,15 @@ int main(void) {
 }
 END
     cc -mamx-tile -o "$peers/amx" "$peers/amx.c"
-    "$peers/amx" 2>/dev/null || flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-fi
+    "$peers/amx" 2>/dev/null || echo "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+}
 for tool in "${tools[@]}"; do
     if [ ! -x "$build/bin/$tool" ]; then
         echo "building llama.cpp's tools (long); the log is $peers/build.log"
+        flags=$(without_amx)
         { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
-            -DGGML_NATIVE=ON -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
+            -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" \
+            -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
             cmake --build "$build" -j "$JOBS" \
                 --target "${tools[@]}" mtmd; } >"$peers/build.log" 2>&1
     fi

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from chatpage import FLAGS, Chat, find_browser  # noqa: E402 -- the tests' folder is on the path only now
-from serving import Server, serving  # noqa: E402 -- as above
+from serving import NO_SPECULATION, Server, serving  # noqa: E402 -- as above
 
 OUT = ROOT / "docs" / "screenshots"
 BYTES_MAX = 500_000
@@ -82,9 +82,7 @@ DRAFTS = {
 
 def script() -> list[dict[str, str]]:
     """Return the completion of each prompt; later turns come first, because prompts contain earlier ones."""
-    turns = {COST: COST_TEXT, SORTS: SORTS_TEXT, SKY: SKY_TEXT, **OTHERS}
-    for message, text in reversed(DRAFTS.items()):
-        turns[message] = text
+    turns = {COST: COST_TEXT, SORTS: SORTS_TEXT, SKY: SKY_TEXT, **OTHERS, **DRAFTS}
     return [{"after": re.escape(message), "text": text} for message, text in turns.items()]
 
 
@@ -166,10 +164,7 @@ def main() -> None:
         texts = Path(folder) / "script.json"
         texts.write_text(json.dumps(script()), "utf-8")
         program = (sys.executable, str(ROOT / "tests" / "clients" / "scripted_server.py"), str(texts))
-        flags = (
-            *("--num-kv-cells", "8192", "--reasoning-parser", "qwen3"),
-            *("--speculative-config", '{"method": "none"}'),
-        )
+        flags = ("--num-kv-cells", "8192", "--reasoning-parser", "qwen3", *NO_SPECULATION)
         browser = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)
         with serving(Path(folder), "smollm2", *flags, program=program) as server:
             desktop(browser, server)

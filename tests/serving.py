@@ -24,9 +24,9 @@ GOLDENS = Path(__file__).parent / "data" / "goldens"
 READY = re.compile(r"LLAISYS serving (\S+) at ((?:https?://|unix:)\S+)")
 COMMAND = (sys.executable, "-m", "llaisys")
 END_S = DEADLINE_S
-# For servers whose tests act while a completion is generated. The tiny models repeat themselves, so that
-# drafts are right and a long completion ends many times sooner.
-STEADY = ("--speculative-config", '{"method": "none"}')
+# For servers whose tests act while a completion is generated, count passes or replace sampled tokens. The
+# tiny models repeat themselves, so that drafts are right and a long completion ends many times sooner.
+NO_SPECULATION = ("--speculative-config", '{"method": "none"}')
 # Of the log of a server, after a failed test.
 LOG_CHARS_SHOWN = 8000
 

@@ -12,7 +12,7 @@ import gguf
 
 from llaisys.hub.embedded import find, target
 from parity.gguf_files import write_like
-from serving import Server, serving
+from serving import NO_SPECULATION, Server, serving
 
 FOLDER = Path(__file__).parent
 # Agents send system prompts and tools of 6,000 to 30,000 tokens.
@@ -44,7 +44,7 @@ def scripted_serving(folder: Path, script: Sequence[Entry], *flags: str, key: st
         ),
         *("--chat-template", str(FOLDER / "tools.jinja"), "--reasoning-parser", "qwen3", *flags),
         # The core verifies drafts with the tokens that it sampled, not with those of the script.
-        *("--speculative-config", '{"method": "none"}'),
+        *NO_SPECULATION,
     )
     program = (sys.executable, str(FOLDER / "scripted_server.py"), str(path))
     with serving(folder, str(one_layer(folder)), *flags, key=key, program=program) as server:

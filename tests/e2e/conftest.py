@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from serving import STEADY, Server, long_model, serving
+from serving import NO_SPECULATION, Server, long_model, serving
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "4",
         "--dtype",
         "float32",
-        *STEADY,
+        *NO_SPECULATION,
     )
     with serving(folder, str(long_model(folder)), *flags) as server:
         yield server

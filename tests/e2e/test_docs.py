@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_targets_of_make_in_examples_exist() -> None:
 def test_links_lead_to_files_and_headings() -> None:
     """`make docs` checks the site; this checks what GitHub shows."""
     broken = []
-    for page in (*PAGES, *ROOT.glob("*.md"), ROOT / "benches" / "results" / "README.md"):
+    for page in sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "benches" / "results" / "README.md"}):
         text = re.sub(r"```.*?```|`[^`\n]+`", "", page.read_text("utf-8"), flags=re.S)
         for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text):
             target, _, anchor = "".join(link).partition("#")
@@ -113,6 +114,7 @@ def test_links_lead_to_files_and_headings() -> None:
     assert not broken, broken
 
 
+@cache
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and mkdocs make them."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)

@@ -20,7 +20,7 @@ from llaisys.engine import process
 from llaisys.engine.client import InprocClient
 from llaisys.errors import EngineDeadError
 from llaisys.sampling_params import RequestOutputKind, SamplingParams
-from serving import long_model, serving
+from serving import NO_SPECULATION, long_model, serving
 from sse import events
 from waiting import until
 
@@ -121,7 +121,7 @@ def test_a_server_ends_its_streams_and_exits_with_70_by_itself(
     code = f"{boot(order)} from llaisys.cli.main import main; sys.exit(main())"
     monkeypatch.setattr(server_process, "COMMAND", (sys.executable, "-c", code))
     ask = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
-    flags = ("--num-kv-cells", "8192", "--dtype", "float32", "--speculative-config", '{"method": "none"}')
+    flags = ("--num-kv-cells", "8192", "--dtype", "float32", *NO_SPECULATION)
     with serving(tmp_path, str(long_model(tmp_path)), *flags) as server:
         with server.http.stream("POST", "/v1/completions", json={**ask, "stream": True}) as stream:
             *_, error, done = events(b"".join(stream.iter_raw()))

@@ -96,11 +96,17 @@ RETIRED = {
 PATTERN = re.compile(rf"(?<!\w)({'|'.join(RETIRED)})(?!\w)")
 
 
+def listed(*patterns: str) -> list[str]:
+    """Return the names of the tracked files that match git's patterns; all without any."""
+    command = ["git", "ls-files", "-z", "--", *patterns]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    return [name for name in done.stdout.split("\0") if name]
+
+
 def test_retired_names_are_not_used() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
     found = [
         f"{name}:{number}: {match} is now {RETIRED[match]}"
-        for name in listed.stdout.split("\0")
+        for name in listed()
         if Path(name).suffix in CODE and name != str(Path(__file__).relative_to(ROOT))
         for number, line in enumerate((ROOT / name).read_text("utf-8").splitlines(), 1)
         for match in PATTERN.findall(line)
@@ -130,13 +136,12 @@ SHIPPED = ("*.md", "*.yaml", "python/*.py", "crates/*/src/*.rs", "webui/src/*.ts
 
 
 def test_retired_phrases_are_not_used() -> None:
-    command = ["git", "ls-files", "-z", "--", *SHIPPED, ":!tests/data", ":!CHANGELOG.md"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    names = listed(*SHIPPED, ":!tests/data", ":!CHANGELOG.md")
     found = [
         f"{name}:{number}: {phrase}: {RETIRED_PHRASES[phrase.lower()]}"
-        for name in filter(None, listed)
+        for name in names
         for number, line in enumerate((ROOT / name).read_text("utf-8").splitlines(), 1)
         for phrase in PHRASES.findall(line)
     ]
-    assert len(listed) > 300
+    assert len(names) > 300
     assert not found, "\n".join(found)

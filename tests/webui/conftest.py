@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from chatpage import FLAGS, PATIENCE_MS, Chat, find_browser
-from serving import GOLDENS, STEADY, Server, long_model, serving
+from serving import GOLDENS, NO_SPECULATION, Server, long_model, serving
 
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -47,7 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "4",
         "--dtype",
         "float32",
-        *STEADY,
+        *NO_SPECULATION,
     )
     with serving(folder, str(long_model(folder)), *flags) as server:
         yield server
@@ -72,7 +72,7 @@ def chat(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
 @pytest.fixture(scope="session")
 def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serve SmolLM2, for tests that act while it generates: pages cannot keep up with the tiny model."""
-    flags = ("--num-kv-cells", "16384", "--max-num-seqs", "4", *STEADY)
+    flags = ("--num-kv-cells", "16384", "--max-num-seqs", "4", *NO_SPECULATION)
     with serving(tmp_path_factory.mktemp("steady"), "smollm2", *flags) as server:
         yield server
 

@@ -14,12 +14,12 @@ from playwright.sync_api import Browser, BrowserContext, Locator, expect
 
 from axe import violations
 from chatpage import COMPLETIONS, RESPONSES, Chat
-from serving import STEADY, Server, serving
+from serving import NO_SPECULATION, Server, serving
 
 OPTION = "Answers go on when this page is closed or reloaded"
 # A page cannot keep up with the tiny model on a busy machine, so these tests have a real one.
 MODEL = "smollm2"
-LONG = ("--num-kv-cells", "16384", "--max-num-seqs", "2", *STEADY)
+LONG = ("--num-kv-cells", "16384", "--max-num-seqs", "2", *NO_SPECULATION)
 ENDLESS = {"ignore_eos": True, "temperature": 0}
 # Breaks the connections of background responses: `window.cut()`.
 CUT = """
