@@ -8,7 +8,7 @@
 
 use super::journal::Journal;
 use super::lora::{GatedLayer, LoraAt, LoraPass, LoraProjections};
-use super::workspace::{Activations, MixtureRows, QkvRows};
+use super::workspace::{Activations, QkvRows};
 use crate::arch::config::ModelConfig;
 use crate::arch::spec::QkNorm;
 use crate::error::DeviceError;
@@ -264,7 +264,7 @@ impl Decoder {
             }
             FeedForward::Experts { .. } => {
                 self.route(cx, layer, input, &mut w.experts);
-                self.experts(cx, layer, input, MixtureRows { inner: w.inner, rows: &mut w.experts });
+                self.experts(cx, layer, input, &mut w.experts);
                 cx.collective.all_reduce_sum(w.experts.sum)?;
                 self.add_branch(cx, w.experts.sum, norm, w.x);
                 Ok(())

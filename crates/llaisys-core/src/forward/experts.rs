@@ -1,10 +1,10 @@
 //! The mixture of experts of a layer (arXiv:2401.04088).
 
 use super::decoder::Decoder;
-use super::workspace::{ExpertRows, MixtureRows};
+use super::workspace::ExpertRows;
 use crate::arch::experts::Experts;
-use crate::forward::weights::{FeedForward, LayerWeights, SharedExpert};
-use crate::ops::{self, LinearPart, OpContext, Routing};
+use crate::forward::weights::{FeedForward, LayerWeights, Mlp, SharedExpert};
+use crate::ops::{self, ExpertPart, ExpertScratch, LinearPart, Mixture, OpContext, Routing};
 
 impl Decoder {
     /// Chooses the experts of each row of `input`, `[n, d_model]`, and their weights.
@@ -35,32 +35,19 @@ impl Decoder {
         cx: &mut OpContext,
         layer: &LayerWeights,
         input: &[f32],
-        memory: MixtureRows<'_, '_>,
+        w: &mut ExpertRows<'_>,
     ) {
         let FeedForward::Experts { experts, shared, .. } = &layer.feed_forward else {
             unreachable!("the layer has experts")
         };
-        let MixtureRows { inner, rows: w } = memory;
-        let (d_model, d_ff) = (self.config().d_model, self.config().d_ff);
+        let d_model = self.config().d_model;
+        let part = |number: usize| {
+            let mlp: &Mlp = &experts[number];
+            ExpertPart { gated: mlp.gated_part(self.gate()), down: mlp.down.part() }
+        };
         w.sum.fill(0.0);
-        for (number, mlp) in experts.iter().enumerate() {
-            w.rows.clear();
-            w.weights.clear();
-            for (row, weight) in w.routes.of(number) {
-                w.rows.push(row as u32);
-                w.weights.push(weight);
-            }
-            let n = w.rows.len();
-            if n == 0 {
-                continue;
-            }
-            let (gathered, out) = (&mut w.gathered[..n * d_model], &mut w.out[..n * d_model]);
-            let inner = &mut inner[..n * d_ff];
-            ops::gather(cx, input, d_model, w.rows, gathered);
-            ops::linear_gated(cx, gathered, mlp.gated_part(self.gate()), inner);
-            ops::linear(cx, inner, &[mlp.down.part()], &mut [&mut *out]);
-            ops::scatter_add(w.sum, d_model, w.rows, w.weights, out);
-        }
+        let scratch = ExpertScratch { gathered: &mut *w.gathered, inner: &mut *w.inner };
+        ops::experts(cx, input, Mixture { routes: w.routes, part: &part }, scratch, w.sum);
         if let Some(SharedExpert { mlp, scale }) = shared {
             let n = input.len() / d_model;
             w.rows.clear();

@@ -3,7 +3,7 @@
 
 use super::decoder::{Branch, Decoder, Pass};
 use super::lora::{GatedLayer, LoraAt, LoraProjections};
-use super::workspace::{Gemma4Rows, MixtureRows};
+use super::workspace::Gemma4Rows;
 use crate::error::DeviceError;
 use crate::forward::weights::{DenseBranch, LayerWeights};
 use crate::ops::{self, Columns, LinearPart, LoraOutputs, OpContext};
@@ -82,7 +82,7 @@ impl Decoder {
         ops::rms_norm(cx, w.x, &dense.router_norm, eps, w.normed);
         self.route(cx, layer, w.normed, &mut w.experts);
         ops::rms_norm(cx, w.x, &dense.experts_norm, eps, w.normed);
-        self.experts(cx, layer, w.normed, MixtureRows { inner: w.inner, rows: &mut w.experts });
+        self.experts(cx, layer, w.normed, &mut w.experts);
         ops::rms_norm_in_place(cx, w.experts.sum, &dense.experts_post_norm, eps);
         ops::add(cx, w.experts.sum, out);
     }

@@ -25,6 +25,7 @@ pub struct Workspace {
     query_factors: AlignedBuf,
     logits: AlignedBuf,
     gathered: AlignedBuf,
+    expert_inner: AlignedBuf,
     out: AlignedBuf,
     sum: AlignedBuf,
     routes: Routes,
@@ -51,8 +52,10 @@ struct Widths {
     query_factors: usize,
     /// Router logits.
     experts: usize,
-    /// Inputs and outputs of one expert.
+    /// Inputs and outputs of an expert.
     expert_model: usize,
+    /// Inner values of an expert.
+    expert_inner: usize,
     attn_gate: usize,
     /// Inner values of the shared expert.
     shared: usize,
@@ -156,26 +159,20 @@ pub(super) struct ExpertRows<'a> {
     /// `[n, n_experts]`
     pub(super) logits: &'a mut [f32],
     pub(super) routes: &'a mut Routes,
-    /// The rows of the current expert, `[m]`.
+    /// All rows, for the shared expert.
     pub(super) rows: &'a mut Vec<u32>,
-    /// Its weight in each of them, `[m]`.
+    /// The weight of the shared expert in each row.
     pub(super) weights: &'a mut Vec<f32>,
-    /// Its inputs, `[m, d_model]`; capacity for `n` rows.
+    /// Inputs of experts, rows of `d_model`; as many rows as the largest pass has.
     pub(super) gathered: &'a mut [f32],
-    /// Its outputs, as `gathered`.
+    /// Inner values of experts, rows of `d_ff`; as many as `gathered` has.
+    pub(super) inner: &'a mut [f32],
+    /// Outputs of the shared expert.
     pub(super) out: &'a mut [f32],
     /// `[n, d_model]`
     pub(super) sum: &'a mut [f32],
     /// Inner values of the shared expert.
     pub(super) shared_inner: &'a mut [f32],
-}
-
-/// The memory of a mixture of experts.
-pub(super) struct MixtureRows<'a, 'b> {
-    /// Inner values of one expert, `[n, d_ff]`.
-    pub(super) inner: &'a mut [f32],
-    /// The routes, and the sum of the experts' outputs.
-    pub(super) rows: &'a mut ExpertRows<'b>,
 }
 
 impl Workspace {
@@ -192,6 +189,7 @@ impl Workspace {
             query_factors: config.query_scaling.map_or(0, |_| 1),
             experts: config.experts.map_or(0, |experts| experts.n),
             expert_model: config.experts.map_or(0, |_| config.d_model),
+            expert_inner: config.experts.map_or(0, |_| config.d_ff),
             attn_gate: if config.has_attn_gate() { config.n_heads * config.d_head } else { 0 },
             shared: config.d_shared.unwrap_or(0),
             delta_keys: config.delta_net().map_or(0, |delta_net| delta_net.heads.key_width()),
@@ -236,6 +234,7 @@ impl Workspace {
             query_factors: rows(widths.query_factors)?,
             logits: rows(widths.experts)?,
             gathered: rows(widths.expert_model)?,
+            expert_inner: rows(widths.expert_inner)?,
             out: rows(widths.expert_model)?,
             sum: rows(widths.expert_model)?,
             routes: Routes::default(),
@@ -315,7 +314,8 @@ impl Workspace {
                 routes: &mut self.routes,
                 rows: &mut self.rows,
                 weights: &mut self.weights,
-                gathered: first(&mut self.gathered, n * w.expert_model),
+                gathered: self.gathered.as_mut_slice(),
+                inner: self.expert_inner.as_mut_slice(),
                 out: first(&mut self.out, n * w.expert_model),
                 sum: first(&mut self.sum, n * w.expert_model),
                 shared_inner: first(&mut self.shared_inner, n * w.shared),

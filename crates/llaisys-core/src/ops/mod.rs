@@ -37,7 +37,8 @@ pub use cpu::gelu_columns::{Columns, gelu_columns};
 pub use cpu::kv_store::kv_store;
 pub use cpu::layer_norm::{LayerNorm, layer_norm};
 pub use cpu::linear::{
-    GatedPart, LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax,
+    ExpertPart, ExpertScratch, GatedPart, LinearPart, Mixture, PrunedArgmaxScratch, experts, linear,
+    linear_add, linear_gated, pruned_argmax,
 };
 pub use cpu::lora::{LoraInput, LoraOutputs, lora};
 pub use cpu::multiply::multiply;

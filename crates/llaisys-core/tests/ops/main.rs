@@ -10,6 +10,7 @@ mod seeded;
 mod stored;
 
 mod attention;
+mod experts;
 mod kv_cells;
 mod linear;
 mod lora;

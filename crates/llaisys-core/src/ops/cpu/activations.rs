@@ -95,14 +95,15 @@ unsafe impl Plain for GroupInput {}
 /// Cuts rows into blocks of nearly equal height: 16 rows with a limit of 12 become 8 + 8, not 12 + 4.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowBlocks {
+    first: usize,
     n_rows: usize,
     n_blocks: usize,
 }
 
 impl RowBlocks {
-    /// `n_rows` rows in blocks of at most `rows_max`.
-    pub(crate) fn new(n_rows: usize, rows_max: usize) -> Self {
-        Self { n_rows, n_blocks: n_rows.div_ceil(rows_max) }
+    /// `rows` in blocks of at most `rows_max`.
+    pub(crate) fn new(rows: &Range<usize>, rows_max: usize) -> Self {
+        Self { first: rows.start, n_rows: rows.len(), n_blocks: rows.len().div_ceil(rows_max) }
     }
 
     /// Number of blocks.
@@ -112,7 +113,8 @@ impl RowBlocks {
 
     /// The rows of block `i`.
     pub(crate) fn rows(self, i: usize) -> Range<usize> {
-        share(self.n_rows, self.n_blocks, i)
+        let rows = share(self.n_rows, self.n_blocks, i);
+        self.first + rows.start..self.first + rows.end
     }
 }
 
@@ -146,6 +148,8 @@ pub(crate) struct Activations {
     bf16: AlignedBuf,
     integers: AlignedBuf,
     groups: AlignedBuf,
+    /// The blocks of the packing in progress; the memory is reused.
+    blocks: Vec<Range<usize>>,
 }
 
 impl Activations {
@@ -160,11 +164,23 @@ impl Activations {
             bf16: zeroed(elements.saturating_mul(4))?,
             integers: zeroed(elements)?,
             groups: zeroed(elements / BLOCK_LEN * size_of::<GroupInput>())?,
+            blocks: Vec::with_capacity(max_rows),
         })
     }
 
-    /// Packs `x`. Panics if it exceeds the capacity.
-    pub(crate) fn pack(&mut self, packing: Packing<'_>, x: Rows<'_>) {
+    /// The most rows of a product.
+    pub(crate) fn max_rows(&self) -> usize {
+        self.max_rows
+    }
+
+    /// Packs `x`, each of `groups` in blocks of its own: the groups are consecutive rows, and together all of `x`.
+    /// Panics if `x` exceeds the capacity.
+    pub(crate) fn pack(
+        &mut self,
+        packing: Packing<'_>,
+        x: Rows<'_>,
+        groups: impl Iterator<Item = Range<usize>>,
+    ) {
         let Packing { isa, pool, form, rows_max } = packing;
         assert!(
             x.n_rows <= self.max_rows && x.n_columns <= self.max_columns,
@@ -174,7 +190,12 @@ impl Activations {
             self.max_rows,
             self.max_columns,
         );
-        let blocks = RowBlocks::new(x.n_rows, rows_max);
+        let mut blocks = std::mem::take(&mut self.blocks);
+        blocks.clear();
+        for rows in groups {
+            let of_group = RowBlocks::new(&rows, rows_max);
+            blocks.extend((0..of_group.len()).map(|i| of_group.rows(i)));
+        }
         let n_runs = x.n_columns.div_ceil(BLOCK_LEN);
         let serial = x.values.len() < PARALLEL_ELEMENTS;
         // A few blocks do not occupy all threads evenly, so their columns are cut as well.
@@ -182,9 +203,10 @@ impl Activations {
         let n_parts = if serial || is_even { 1 } else { pool.n_threads().min(n_runs) };
         let buffers = self.buffers(form);
         let pack_item = |item: usize| {
-            let rows = blocks.rows(item / n_parts);
+            let rows = blocks[item / n_parts].clone();
             let runs = share(n_runs, n_parts, item % n_parts);
             // SAFETY: items are disjoint in rows or in runs, so their places are, and one worker packs each.
+            // `part` checks that rows are inside the buffers.
             let out = unsafe { buffers.part(x.n_columns, &rows, &runs) };
             pack::pack(isa, Item { x: x.sub(&rows), runs }, out);
         };
@@ -194,6 +216,7 @@ impl Activations {
         } else {
             pool.run(&|worker| share(n_items, pool.n_threads(), worker).for_each(&pack_item));
         }
+        self.blocks = blocks;
     }
 
     fn buffers(&mut self, form: Form) -> Buffers<'_> {

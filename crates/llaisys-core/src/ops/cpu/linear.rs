@@ -12,6 +12,7 @@ mod avx2;
 mod avx512;
 #[deny(unsafe_code)]
 mod epilogue;
+mod experts;
 #[cfg(target_arch = "x86_64")]
 #[deny(unsafe_code)]
 mod formats;
@@ -27,10 +28,11 @@ use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
-use epilogue::{Epilogue, Finish};
+use epilogue::{Combine, Epilogue, Finish};
 use prefetch::{PanelBlock, Prefetch, fetch};
 use std::ops::Range;
 
+pub use experts::{ExpertPart, ExpertScratch, Mixture, experts};
 pub use pruned_argmax::{PrunedArgmaxScratch, pruned_argmax};
 
 /// The most matrices in one call: query, key, value, and one to spare.
@@ -72,19 +74,28 @@ pub struct LinearPart<'a> {
 }
 
 /// One matrix of a call, with the place of its results.
+#[derive(Clone, Copy)]
 struct Target<'a> {
     weight: &'a PackedMatrix,
     epilogue: Epilogue<'a>,
     /// `[n, n_columns]`
-    out: Disjoint<'a, f32>,
+    out: &'a Disjoint<'a, f32>,
     n_columns: usize,
 }
 
-/// A share of the rows: part `number` of `n`.
-#[derive(Clone, Copy)]
+/// A share of the blocks of some rows: part `number` of `n`.
+#[derive(Clone)]
 struct Part {
+    rows: Range<usize>,
     number: usize,
     n: usize,
+}
+
+/// The packed inputs of a call, and the kernels that read them.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
+    isa: Isa,
+    activations: &'a Activations,
 }
 
 /// `outs[i] = x W_i^T + b_i` for every part, in one region of the pool.
@@ -95,12 +106,15 @@ struct Part {
 /// Panics if shapes disagree, if there are more than 4 parts, or `x` exceeds the context's scratch.
 pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mut [&mut [f32]]) {
     assert!(parts.len() == outs.len() && parts.len() <= MAX_PARTS, "{} parts", parts.len());
-    let mut pairs = parts.iter().zip(outs);
+    let mut outs = outs.iter_mut();
+    let outs: [Option<Disjoint<'_, f32>>; MAX_PARTS] =
+        std::array::from_fn(|_| outs.next().map(|out| Disjoint::new(out)));
+    let mut pairs = parts.iter().zip(outs.iter().flatten());
     let targets: [Option<Target<'_>>; MAX_PARTS] = std::array::from_fn(|_| {
         pairs.next().map(|(part, out)| Target {
             weight: part.weight,
             epilogue: part.bias.map_or(Epilogue::Store, Epilogue::Bias),
-            out: Disjoint::new(out),
+            out,
             n_columns: part.weight.n_rows(),
         })
     });
@@ -114,7 +128,8 @@ pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mu
 /// Panics as [`linear`] does.
 pub fn linear_add(cx: &mut OpContext, x: &[f32], weight: &PackedMatrix, y: &mut [f32]) {
     let n_columns = weight.n_rows();
-    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out: Disjoint::new(y), n_columns })]);
+    let out = &Disjoint::new(y);
+    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out, n_columns })]);
 }
 
 /// The first half of a gated feed-forward block.
@@ -140,7 +155,7 @@ pub fn linear_gated(cx: &mut OpContext, x: &[f32], part: GatedPart<'_>, inner: &
     let n_columns = inner.len().checked_div(n_rows).unwrap_or(0);
     let wide = n_rows == 0 || gate_up_rows(n_columns) == gate_up.n_rows();
     assert!(wide, "{n_columns} outputs, but gate_up has {} rows", gate_up.n_rows());
-    let (epilogue, out) = (Epilogue::Gate(gate, bias), Disjoint::new(inner));
+    let (epilogue, out) = (Epilogue::Gate(gate, bias), &Disjoint::new(inner));
     product(cx, x, &[Some(Target { weight: gate_up, epilogue, out, n_columns })]);
 }
 
@@ -154,24 +169,31 @@ fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
         let form = form(isa, target.weight.format());
         if !packed.contains(&Some(form)) {
             let packing = Packing { isa, pool: &cx.pool, form, rows_max: rows_max(isa, form) };
-            cx.activations.pack(packing, x);
+            cx.activations.pack(packing, x, std::iter::once(0..x.n_rows));
             packed[i] = Some(form);
         }
     }
-    let region = Region { isa, activations: &cx.activations, n_rows: x.n_rows, targets };
-    region.run(&cx.pool);
+    let packed = Packed { isa, activations: &cx.activations };
+    Region { packed, n_rows: x.n_rows, targets }.run(&cx.pool);
 }
 
 fn check(target: &Target<'_>, x: Rows<'_>) {
+    let n_columns = target.n_columns;
     assert_eq!(x.n_columns, target.weight.n_columns(), "inputs and weights differ in width");
-    assert_eq!(target.out.len(), x.n_rows * target.n_columns, "output of wrong shape");
+    if let Epilogue::Combine(Combine { bias, rows, weights }) = target.epilogue {
+        assert!(rows.len() == x.n_rows && weights.len() == x.n_rows, "rows and weights of wrong shape");
+        assert_eq!(n_columns, target.weight.n_rows(), "output of wrong shape");
+        assert!(bias.is_none_or(|bias| bias.len() == n_columns), "bias of wrong length");
+        return;
+    }
+    assert_eq!(target.out.len(), x.n_rows * n_columns, "output of wrong shape");
     let biases = match target.epilogue {
         Epilogue::Bias(bias) => [bias, bias],
         Epilogue::Gate(_, Some(GateBias { gate, up })) if x.n_rows > 0 => [gate, up],
         _ => return,
     };
     for bias in biases {
-        assert_eq!(bias.len(), target.n_columns, "bias of wrong length");
+        assert_eq!(bias.len(), n_columns, "bias of wrong length");
     }
 }
 
@@ -207,8 +229,7 @@ fn rows_max(isa: Isa, form: Form) -> usize {
 
 /// All panels of one call, which the threads of a pool compute.
 struct Region<'a> {
-    isa: Isa,
-    activations: &'a Activations,
+    packed: Packed<'a>,
     n_rows: usize,
     targets: &'a [Option<Target<'a>>],
 }
@@ -221,20 +242,20 @@ impl Region<'_> {
         match self.n_rows {
             0..DYNAMIC_ROWS => pool.run(&|worker| {
                 // SAFETY: the shares of two workers do not overlap.
-                unsafe { self.panels(share(n_panels, n_threads, worker), Part::ALL) };
+                unsafe { self.panels(share(n_panels, n_threads, worker), &self.all_rows()) };
             }),
             DYNAMIC_ROWS..SPLIT_ROWS => {
                 let chunks = Chunks::new(n_panels, chunk(n_threads * CHUNKS_PER_THREAD));
                 pool.run(&|_| {
                     while let Some(panels) = chunks.take() {
                         // SAFETY: `Chunks` hands out each panel once.
-                        unsafe { self.panels(panels, Part::ALL) };
+                        unsafe { self.panels(panels, &self.all_rows()) };
                     }
                 });
             }
             _ => pool.run_queues(n_panels, chunk(CHUNKS_PER_PART), &|number, panels| {
                 // SAFETY: `run_queues` hands out each panel of a queue once; each queue is a part of its own.
-                unsafe { self.panels(panels, Part { number, n: n_threads }) };
+                unsafe { self.panels(panels, &Part { number, n: n_threads, ..self.all_rows() }) };
             }),
         }
     }
@@ -243,31 +264,38 @@ impl Region<'_> {
         self.targets.iter().flatten()
     }
 
+    fn all_rows(&self) -> Part {
+        Part::all(0..self.n_rows)
+    }
+
     /// Computes `panels`, numbered through all targets, for a part of the rows.
     ///
     /// # Safety
     /// No other thread may compute one of these panels for the same part at the same time.
-    unsafe fn panels(&self, panels: Range<usize>, part: Part) {
+    unsafe fn panels(&self, panels: Range<usize>, part: &Part) {
         let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         let mut first = 0;
         for target in self.targets() {
             let n = target.weight.n_panels();
             for p in panels.start.max(first)..panels.end.min(first + n) {
                 // SAFETY: as the caller guarantees.
-                unsafe { self.panel(target, p - first, part, &mut tile) };
+                unsafe { self.packed.panel(target, p - first, part, &mut tile) };
             }
             first += n;
         }
     }
+}
 
+impl Packed<'_> {
     /// Computes one panel for a part of the rows.
     ///
     /// # Safety
-    /// No other thread may compute the same panel for the same part at the same time.
-    unsafe fn panel(&self, target: &Target<'_>, p: usize, part: Part, tile: &mut Tile) {
+    /// No other thread may compute the same panel for the same part at the same time. With [`Epilogue::Combine`], none
+    /// may compute the same panel of another matrix for the same outputs either.
+    unsafe fn panel(self, target: &Target<'_>, p: usize, part: &Part, tile: &mut Tile) {
         let weight = target.weight;
         let form = form(self.isa, weight.format());
-        let blocks = RowBlocks::new(self.n_rows, rows_max(self.isa, form));
+        let blocks = RowBlocks::new(&part.rows, rows_max(self.isa, form));
         let own = share(blocks.len(), part.n, part.number);
         let (bytes, rest) = weight.panels_from(p).split_at(weight.panel_bytes());
         let columns = target.epilogue.columns(p, target.n_columns);
@@ -285,7 +313,7 @@ impl Region<'_> {
             let panel = Panel { format: weight.format(), bytes, prefetch };
             // Prefetch the output's lines while the kernel runs: with many rows they are in memory, not in a cache.
             for row in rows.clone() {
-                let first = row * target.n_columns + columns.start;
+                let first = target.epilogue.row(row) * target.n_columns + columns.start;
                 for line in (first..first + columns.len()).step_by(64 / size_of::<f32>()) {
                     fetch(target.out.address(line).cast());
                 }
@@ -309,8 +337,10 @@ impl Region<'_> {
 }
 
 impl Part {
-    /// All rows.
-    const ALL: Part = Part { number: 0, n: 1 };
+    /// All blocks of `rows`.
+    fn all(rows: Range<usize>) -> Self {
+        Self { rows, number: 0, n: 1 }
+    }
 }
 
 /// The sums of one panel for one block of rows.

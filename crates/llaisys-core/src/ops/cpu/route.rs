@@ -3,23 +3,64 @@
 //! A row of logits is small compared with the experts' matrices, so plain f32 loops on the calling thread are enough.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 /// The experts of some rows. Its memory is reused from layer to layer.
 #[derive(Debug, Default)]
 pub struct Routes {
     /// Chosen experts, `[n, n_used]`, ascending.
-    experts: Vec<u32>,
+    chosen: Vec<u32>,
     /// Their weights, `[n, n_used]`.
-    weights: Vec<f32>,
-    n_used: usize,
+    weights_of_chosen: Vec<f32>,
     order: Vec<u32>,
+    groups: Vec<ExpertRows>,
+    rows: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+/// The rows that use an expert.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertRows {
+    /// The expert.
+    pub expert: usize,
+    /// Its part of [`Routes::rows`].
+    pub rows: Range<usize>,
 }
 
 impl Routes {
-    /// The rows that chose `expert`, ascending, with its weight in each.
-    pub fn of(&self, expert: usize) -> impl Iterator<Item = (usize, f32)> {
-        let chosen = self.experts.iter().zip(&self.weights).enumerate();
-        chosen.filter(move |(_, (e, _))| **e as usize == expert).map(|(i, (_, w))| (i / self.n_used, *w))
+    /// The experts that rows use, ascending.
+    pub fn groups(&self) -> &[ExpertRows] {
+        &self.groups
+    }
+
+    /// The rows of the first group, ascending, then those of the second, and so on: `[n * n_used]`.
+    pub fn rows(&self) -> &[u32] {
+        &self.rows
+    }
+
+    /// The expert's weight in each of [`Routes::rows`].
+    pub fn weights(&self) -> &[f32] {
+        &self.weights
+    }
+
+    /// Sorts the chosen experts of all rows by expert.
+    fn group(&mut self, n_used: usize) {
+        let chosen = &self.chosen;
+        self.order.clear();
+        self.order.extend(0..chosen.len() as u32);
+        self.order.sort_unstable_by_key(|&i| (chosen[i as usize], i));
+        self.groups.clear();
+        for (at, &i) in self.order.iter().enumerate() {
+            let expert = chosen[i as usize] as usize;
+            match self.groups.last_mut() {
+                Some(group) if group.expert == expert => group.rows.end = at + 1,
+                _ => self.groups.push(ExpertRows { expert, rows: at..at + 1 }),
+            }
+        }
+        self.rows.clear();
+        self.rows.extend(self.order.iter().map(|i| i / n_used as u32));
+        self.weights.clear();
+        self.weights.extend(self.order.iter().map(|&i| self.weights_of_chosen[i as usize]));
     }
 }
 
@@ -53,9 +94,8 @@ const SUM_EPS: f32 = 1e-6;
 /// Source: arXiv:2401.04088; sigmoids with a bias: arXiv:2408.15664.
 pub fn route(logits: &[f32], routing: Routing<'_>, routes: &mut Routes) {
     let Routing { n_experts, n_used, sigmoid, bias, normalize, scale, expert_scale } = routing;
-    routes.experts.clear();
-    routes.weights.clear();
-    routes.n_used = n_used;
+    routes.chosen.clear();
+    routes.weights_of_chosen.clear();
     for logits in logits.chunks_exact(n_experts) {
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let score = |i: u32| match sigmoid {
@@ -77,9 +117,10 @@ pub fn route(logits: &[f32], routing: Routing<'_>, routes: &mut Routes) {
         };
         let total = if sigmoid && normalize { total + SUM_EPS } else { total };
         let of_expert = |i: u32| expert_scale.map_or(1.0, |factors| factors[i as usize]);
-        routes.weights.extend(chosen.iter().map(|&i| score(i) / total * scale * of_expert(i)));
-        routes.experts.extend_from_slice(chosen);
+        routes.weights_of_chosen.extend(chosen.iter().map(|&i| score(i) / total * scale * of_expert(i)));
+        routes.chosen.extend_from_slice(chosen);
     }
+    routes.group(n_used);
 }
 
 fn descending(a: f32, b: f32) -> Ordering {

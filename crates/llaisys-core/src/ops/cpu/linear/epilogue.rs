@@ -15,11 +15,43 @@ pub(super) enum Epilogue<'a> {
     Add,
     /// A panel has 16 gates and 16 ups, which become 16 outputs.
     Gate(Gate, Option<GateBias<'a>>),
+    /// The weighted sums are added to rows of the output: see [`Combine`].
+    Combine(Combine<'a>),
     /// A panel's sums become the lower and the upper bound of its largest output.
     Bounds(Bounds<'a>),
 }
 
+/// `y[rows[i]] += weights[i] * (sum + bias)` for row i of the inputs, rounded after each operation.
+#[derive(Clone, Copy)]
+pub(super) struct Combine<'a> {
+    pub(super) bias: Option<&'a [f32]>,
+    /// The row of the output for each row of the inputs.
+    pub(super) rows: &'a [u32],
+    pub(super) weights: &'a [f32],
+}
+
+impl Combine<'_> {
+    /// `N` sums, the first of them at `at`, with bias and weight.
+    #[inline(always)]
+    fn weighted<L: Lanes>(self, lanes: L, sum: L::F, at: Place) -> L::F {
+        let biased = match self.bias {
+            Some(bias) => lanes.add(sum, lanes.load_first(&bias[at.column..])),
+            None => sum,
+        };
+        lanes.mul(lanes.splat(self.weights[at.row]), biased)
+    }
+}
+
 impl Epilogue<'_> {
+    /// The row of the output for row `row` of the inputs.
+    #[inline(always)]
+    pub(super) fn row(self, row: usize) -> usize {
+        match self {
+            Epilogue::Combine(combine) => combine.rows[row] as usize,
+            _ => row,
+        }
+    }
+
     /// The columns of the output that panel `p` determines, out of `n`.
     pub(super) fn columns(self, p: usize, n: usize) -> Range<usize> {
         let width = match self {
@@ -30,22 +62,33 @@ impl Epilogue<'_> {
         p * width..((p + 1) * width).min(n)
     }
 
-    /// Writes the sums of one row of a panel whose first output is `n`.
+    /// Writes the sums of a row of a panel, the first of them at `at`.
     #[inline(always)]
-    fn put<L: Lanes>(self, lanes: L, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
+    fn put<L: Lanes>(self, lanes: L, sums: &[f32; PANEL], at: Place, out: &mut [f32]) {
         // An index instead of iterators: code that is not inlined is not compiled for the instruction set.
-        let mut c = 0;
+        let (n, mut c) = (at.column, 0);
         while c < out.len() {
             let (sum, y) = (lanes.load(&sums[c..]), &mut out[c..]);
             let value = match self {
                 Epilogue::Store | Epilogue::Gate(..) | Epilogue::Bounds(_) => sum,
                 Epilogue::Bias(bias) => lanes.add(sum, lanes.load_first(&bias[n + c..])),
                 Epilogue::Add => lanes.add(lanes.load_first(y), sum),
+                Epilogue::Combine(combine) => lanes.add(
+                    lanes.load_first(y),
+                    combine.weighted(lanes, sum, Place { row: at.row, column: n + c }),
+                ),
             };
             lanes.store_first(value, y);
             c += L::N;
         }
     }
+}
+
+/// A row of the inputs, and a column of the output.
+#[derive(Clone, Copy)]
+struct Place {
+    row: usize,
+    column: usize,
 }
 
 /// The last step of a tile, compiled for each instruction set: some 200 instructions, compared with 2,000 of a short
@@ -73,8 +116,10 @@ impl Kernel for Finish<'_> {
             gate.apply(lanes, sums);
         }
         for i in 0..sums.len() {
-            let start = (self.row + i) * self.n_columns + columns.start;
-            epilogue.put(lanes, &sums[i], columns.start, out.range(start..start + columns.len()));
+            let row = self.row + i;
+            let start = epilogue.row(row) * self.n_columns + columns.start;
+            let out = out.range(start..start + columns.len());
+            epilogue.put(lanes, &sums[i], Place { row, column: columns.start }, out);
         }
     }
 }

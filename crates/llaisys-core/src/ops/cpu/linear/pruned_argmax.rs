@@ -27,7 +27,9 @@
 #[cfg(test)]
 mod tests;
 
-use super::{Epilogue, MAX_TILE_ROWS, Panel, Prefetch, Region, Rows, Target, Tile, form, rows_max, run_tile};
+use super::{
+    Epilogue, MAX_TILE_ROWS, Packed, Panel, Prefetch, Region, Rows, Target, Tile, form, rows_max, run_tile,
+};
 use crate::ops::OpContext;
 use crate::ops::argmax_bounds::{ArgmaxBounds, Lengths, MAX_NORM, round_up};
 use crate::ops::cpu::activations::{Activations, Form, Inputs, Packing, RowBlocks};
@@ -96,14 +98,14 @@ pub fn pruned_argmax<'r>(
     let forms = [form(isa, bounds.copy().format()), form(isa, matrix.format())];
     // Each row is a block of its own, because it is multiplied, or read here, by itself.
     let by_row = Packing { isa, pool: &cx.pool, form: forms[1], rows_max: 1 };
-    cx.activations.pack(by_row, x);
+    cx.activations.pack(by_row, x, std::iter::once(0..x.n_rows));
     let by_block = Packing { form: forms[0], rows_max: rows_max(isa, forms[0]), ..by_row };
-    cx.activations.pack(by_block, x);
+    cx.activations.pack(by_block, x, std::iter::once(0..x.n_rows));
     let packed = PackedRows {
         activations: &cx.activations,
         n_columns: x.n_columns,
         exact: forms[1],
-        blocks: RowBlocks::new(x.n_rows, rows_max(isa, Form::Groups)),
+        blocks: RowBlocks::new(&(0..x.n_rows), rows_max(isa, Form::Groups)),
     };
     scratch.measure(&packed, bounds);
     scratch.approximate(cx, isa, x.n_rows, bounds);
@@ -137,9 +139,10 @@ impl PrunedArgmaxScratch {
         let n_columns = 2 * bounds.copy().n_panels();
         self.ends.resize(n_rows * n_columns, 0.0);
         let epilogue = Epilogue::Bounds(Bounds { bounds, factors: &self.factors });
-        let out = Disjoint::new(&mut self.ends);
+        let out = &Disjoint::new(&mut self.ends);
         let targets = [Some(Target { weight: bounds.copy(), epilogue, out, n_columns })];
-        Region { isa, activations: &cx.activations, n_rows, targets: &targets }.run(&cx.pool);
+        let packed = Packed { isa, activations: &cx.activations };
+        Region { packed, n_rows, targets: &targets }.run(&cx.pool);
     }
 
     /// Selects the panels that may have a row's largest output; none for rows with too many.
