@@ -11,17 +11,19 @@ from llaisys.output_parts import CompletionOutputParser, ReasoningFormat
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.text.chat_template import ChatTemplate
 from llaisys.text.reasoning import CompletionParser, marks_reasoning, reasoning_format_of
+from llaisys.text.thoughts import thought_format_of, writes_thoughts
 from llaisys.text.tokenizer import Tokenizer
 from llaisys.text.tool_calls import (
     TOOL_TAGS,
     ToolFormat,
+    gemma4,
     harmony,
     tool_format_of,
     tool_grammar,
     tool_parser,
 )
 
-# Tokens at the end of a prompt that contain `<think>` and the whitespace after it.
+# Tokens at the end of a prompt that contain the opening of reasoning and the whitespace after it.
 _THINK_TOKENS_MAX = 8
 # Format of enforced calls if the model's own is unknown.
 _DEFAULT_TOOL_FORMAT: ToolFormat = "hermes"
@@ -58,7 +60,7 @@ class OutputFormats:
             tools,
             parallel=parallel,
             template=self.template,
-            special_ids=self._special_tags(),
+            special_ids=self._token_tags(),
         )
         return StructuredOutputsParams(grammar=grammar)
 
@@ -67,14 +69,24 @@ class OutputFormats:
 
         Special tokens that mark parts are shown, and a message that ends the turn ends the completion.
         """
-        if self.writes_channels:
-            ends = [id for tag in harmony.END_TAGS if (id := self._special_id(tag)) is not None]
-            if not params.ignore_eos:
-                params = replace(params, stop_token_ids=[*dict.fromkeys([*params.stop_token_ids, *ends])])
-            return replace(params, skip_special_tokens=False)
-        if has_tools and self._special_tags():
+        ids = [id for tag in self._end_tags() if (id := self.tokenizer.token_id(tag)) is not None]
+        if ids and not params.ignore_eos:
+            params = replace(params, stop_token_ids=[*dict.fromkeys([*params.stop_token_ids, *ids])])
+        if self.has_channels or (has_tools and self._has_special_tags()):
             return replace(params, skip_special_tokens=False)
         return params
+
+    @property
+    def has_channels(self) -> bool:
+        """Return True if reasoning is in a channel, whose tags plain text does not show."""
+        return self.writes_channels or self.writes_thoughts
+
+    @property
+    def writes_thoughts(self) -> bool:
+        """Return True if completions may have thoughts in a channel (Gemma 4)."""
+        if self.reasoning is not None:
+            return self.reasoning == "gemma4"
+        return writes_thoughts(self.template)
 
     @property
     def writes_channels(self) -> bool:
@@ -90,13 +102,14 @@ class OutputFormats:
 
     def reasoning_of(self, prompt: Sequence[int]) -> ReasoningFormat | None:
         """Return how a completion of this prompt marks its reasoning; None if it has none."""
-        if self.reasoning is not None:
+        if self.reasoning is not None and not self.writes_thoughts:
             return self.reasoning
         if not self.has_reasoning:
             return None
         if self.writes_channels:
             return "openai_gptoss"
-        return reasoning_format_of(self.tokenizer.decode(list(prompt[-_THINK_TOKENS_MAX:]), False))
+        prompt_end = self.tokenizer.decode(list(prompt[-_THINK_TOKENS_MAX:]), False)
+        return thought_format_of(prompt_end) if self.writes_thoughts else reasoning_format_of(prompt_end)
 
     def parser(
         self,
@@ -118,12 +131,20 @@ class OutputFormats:
         parser = tool_parser(self.tool or _DEFAULT_TOOL_FORMAT, tools) if tools else None
         return CompletionParser(reasoning, parser)
 
-    def _special_tags(self) -> dict[str, int]:
-        """Return the ids of the tags of calls that are special tokens of the model."""
-        ids = {tag: self._special_id(tag) for tag in TOOL_TAGS[self.tool or _DEFAULT_TOOL_FORMAT]}
-        return {tag: id for tag, id in ids.items() if id is not None}
+    def _end_tags(self) -> tuple[str, ...]:
+        """Return the tokens that end a turn in the model's format."""
+        if self.writes_channels:
+            return harmony.END_TAGS
+        return gemma4.END_TAGS if self.writes_thoughts or self.tool == "gemma4" else ()
 
-    def _special_id(self, tag: str) -> int | None:
-        """Return the id of a tag if it is a special token of the model."""
-        id = self.tokenizer.token_id(tag)
-        return id if id is not None and self.tokenizer.is_special(id) else None
+    def _has_special_tags(self) -> bool:
+        """Return True if tags of calls are special tokens, which are hidden by default."""
+        return any(map(self.tokenizer.is_special, self._token_tags().values()))
+
+    def _token_tags(self) -> dict[str, int]:
+        """Return the ids of the tags of calls that are tokens added to the vocabulary.
+
+        A grammar needs their ids: llguidance treats added tokens in angle brackets as special ones.
+        """
+        ids = {tag: self.tokenizer.token_id(tag) for tag in TOOL_TAGS[self.tool or _DEFAULT_TOOL_FORMAT]}
+        return {tag: id for tag, id in ids.items() if id is not None and self.tokenizer.is_added(id)}

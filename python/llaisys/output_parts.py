@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 # How a completion marks its reasoning: it begins inside it (`deepseek_r1`), may open it with `<think>`
-# (`qwen3`), or writes messages in channels (`openai_gptoss`).
-ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3", "openai_gptoss"]
+# (`qwen3`), writes messages in channels (`openai_gptoss`), may open the channel of a thought (`gemma4`), or
+# begins inside that (`gemma4_inside`).
+ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3", "openai_gptoss", "gemma4", "gemma4_inside"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from llaisys.output_parts import Content, Reasoning, ToolCall
 from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.text.chat_template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
-from llaisys.text.tool_calls import harmony
+from llaisys.text.tool_calls import gemma4, harmony
 from parsing import parsed
 
 MISTRAL = "{% if tools %}[TOOL_CALLS]name[ARGS]{}{% endif %}"
@@ -111,6 +111,52 @@ def test_calls_in_channels_and_in_another_format() -> None:
         parser = made.parser(SamplingParams(), {"now": {}}, made.reasoning_of([1]))
         assert parser is not None
         assert parsed(parser, [text]) == want
+
+
+GEMMA4 = "{% if tools %}<|tool_call>call:{% endif %}<|channel>thought\n<channel|>"
+CHANNEL = ("<|channel>", "<channel|>")
+
+
+def test_thoughts_and_calls_of_gemma4() -> None:
+    made = formats(GEMMA4, *CHANNEL, *gemma4.TAGS, *gemma4.END_TAGS)
+    assert (made.tool, made.has_reasoning, made.writes_channels, made.has_channels) == (
+        "gemma4",
+        True,
+        False,
+        True,
+    )
+    for prompt, want in (("<|channel>", "gemma4_inside"), ("<|channel>thought\n<channel|>", "gemma4")):
+        for by in (made, formats("", *CHANNEL, reasoning_parser="gemma4")):
+            assert by.reasoning_of(by.tokenizer.encode(prompt, False)) == want
+    ends = [made.tokenizer.token_id(tag) for tag in gemma4.END_TAGS]
+    for has_tools in (False, True):
+        params = made.parsed_params(SamplingParams(), has_tools=has_tools)
+        assert not params.skip_special_tokens
+        assert list(params.stop_token_ids) == ends
+    assert not made.parsed_params(SamplingParams(ignore_eos=True), has_tools=False).stop_token_ids
+    parser = made.parser(SamplingParams(), {"now": {}}, "gemma4")
+    assert parser is not None
+    text = "<|channel>thought\na<channel|>b<|tool_call>call:now{}<tool_call|>"
+    assert parsed(parser, [text]) == [Reasoning("a"), Content("b"), ToolCall("now", "{}")]
+
+
+def test_tags_that_are_not_special_are_tokens_of_a_grammar() -> None:
+    """In a GGUF file of Gemma 4 most tags are user-defined tokens."""
+    backend = Backend.from_str(text.tokenizer().to_json())
+    backend.add_tokens([*CHANNEL, *gemma4.TAGS, *gemma4.END_TAGS])
+    source = ChatTemplate(TemplateSource({"default": GEMMA4}, {}))
+    made = OutputFormats.of(Config(), source, Tokenizer(backend))
+    ends = [backend.token_to_id(tag) for tag in gemma4.END_TAGS]
+    assert list(made.parsed_params(SamplingParams(), has_tools=True).stop_token_ids) == ends
+    spec = made.tool_grammar({"now": {"required": ["a"]}}, parallel=False)
+    compiler = GrammarCompiler(
+        GrammarTokenizer(made.tokenizer.to_json(), (text.EOS,), made.tokenizer.vocab_size)
+    )
+    matcher = compiler.compile(spec)
+    ids = made.tokenizer.encode('<|tool_call>call:now{a:<|"|>b<|"|>}<tool_call|>', False)
+    assert ids[0] == backend.token_to_id(gemma4.OPEN)
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
 
 
 def test_a_completion_without_parts_has_no_parser() -> None:

@@ -63,7 +63,7 @@ class LocalModel:
         it."""
         prompt = self._run(self._llm.chat_prompt(messages))
         formats, options = self._llm.output_formats, {"max_tokens": None, **fields}
-        if not formats.writes_channels:
+        if not formats.has_channels:
             self._stream_completion(prompt, options, show)
             return
         # The tags of channels are special tokens, so the plain text would run the messages together.

@@ -44,18 +44,28 @@ class ServedModelConfig(BaseModel):
         description="accepted for compatibility, without effect: a model may always decide to call a tool",
     )
     tool_call_parser: (
-        Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2", "openai"]
+        Literal[
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "qwen3_coder",
+            "pythonic",
+            "deepseek",
+            "lfm2",
+            "openai",
+            "gemma4",
+        ]
         | None
     ) = Field(
         None,
         description="format in which the model writes tool calls (default: the one that its chat template "
         "shows); set it if tool_choice auto is refused or calls stay in the content",
     )
-    reasoning_parser: Literal["deepseek_r1", "qwen3", "openai_gptoss"] | None = Field(
+    reasoning_parser: Literal["deepseek_r1", "qwen3", "openai_gptoss", "gemma4"] | None = Field(
         None,
         description="format in which the model marks its reasoning (default: by chat template and the end "
         "of the prompt); deepseek_r1 starts with reasoning, qwen3 may open it with <think>, "
-        "openai_gptoss has channels",
+        "openai_gptoss has channels, gemma4 may open the channel of a thought",
     )
 
     @field_validator("lora_modules", mode="before")

@@ -1,6 +1,6 @@
 """ReasoningParser: separates the reasoning of a completion (`<think>` ... `</think>`) from its content.
 
-Channels have a parser of their own (`harmony`).
+Channels have parsers of their own (`harmony`, `thoughts`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from llaisys.output_parts import (
     ReasoningFormat,
     ReasoningState,
 )
+from llaisys.text.thoughts import ThoughtParser, writes_thoughts
 from llaisys.text.tool_calls.harmony import HarmonyParser, is_harmony
 from llaisys.text.tool_calls.scanning import partial_tag_len
 
@@ -25,7 +26,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 def marks_reasoning(template: str) -> bool:
     """Return True if a chat template knows reasoning in `<think>` tags or in a channel."""
-    return _CLOSE in template or _OPEN in template or is_harmony(template)
+    return _CLOSE in template or _OPEN in template or is_harmony(template) or writes_thoughts(template)
 
 
 def reasoning_format_of(prompt_end: str) -> ReasoningFormat:
@@ -116,6 +117,8 @@ def _reasoning_parser(
             return HarmonyParser(channel_calls)
         case "deepseek_r1" | "qwen3":
             return ReasoningParser(starts_inside=format == "deepseek_r1")
+        case "gemma4" | "gemma4_inside":
+            return ThoughtParser(starts_inside=format == "gemma4_inside")
 
 
 class CompletionParser:

@@ -198,6 +198,10 @@ class Tokenizer:
         """Return True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
         return id in self._special
 
+    def is_added(self, id: int) -> bool:
+        """Return True for tokens that are matched in a text before it is divided into others."""
+        return id in self._added
+
     def id_to_bytes(self, id: int) -> bytes:
         """Return the bytes of one token; empty if there is no such token."""
         known = self._bytes_by_id.get(id)

@@ -407,3 +407,29 @@ async def test_channels_are_divided_if_the_template_writes_them(
     engine.script = [Piece(["<|channel|>analysis<|message|>Hm.<|end|>"]), Piece(finish="length")]
     whole, _ = await both(client, chat_body)
     assert (whole["message"]["reasoning_content"], whole["message"]["content"]) == ("Hm.", None)
+
+
+GEMMA4 = "{% if tools %}<|tool_call>call:{% endif %}<|channel>thought\n"
+
+
+async def test_thoughts_and_calls_of_gemma4_are_divided(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
+) -> None:
+    engine.template = ChatTemplate(TemplateSource({"default": GEMMA4}, {}))
+    text = "<|channel>thought\nHm < 3.\n<channel|>I look.<|tool_call>call:add{a:1}<tool_call|>"
+    engine.script = [Piece(list(text)), Piece(finish="stop")]
+    whole, stream = await both(client, {**chat_body, "tools": [ADD]})
+    assert whole["finish_reason"] == "tool_calls"
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    message = without_ids(whole["message"])
+    assert (message["reasoning_content"], message["content"]) == ("Hm < 3.", "I look.")
+    assert message["tool_calls"] == [{"type": "function", "function": function}]
+    assert without_ids(message_of(choice["delta"] for choice in stream)) == message
+    assert not any(call.params.skip_special_tokens for call in engine.calls)
+    engine.script = [Piece(["<|tool_call>call:add{a:1}<tool_call|>"], "stop")]
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        whole, _ = await both(client, {**chat_body, "tools": [ADD], "tool_choice": choice})
+        assert without_ids(whole["message"])["tool_calls"] == message["tool_calls"]
+        spec = engine.calls[-1].params.structured_outputs
+        assert spec is not None
+        assert '"<|tool_call>call:add"' in str(spec.grammar)

@@ -10,11 +10,22 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias
 
 from llaisys.output_parts import OutputParser
-from llaisys.text.tool_calls import deepseek, harmony, hermes, lfm2, llama3, mistral, pythonic, qwen3_coder
+from llaisys.text.tool_calls import (
+    deepseek,
+    gemma4,
+    gemma4_grammar,
+    harmony,
+    hermes,
+    lfm2,
+    llama3,
+    mistral,
+    pythonic,
+    qwen3_coder,
+)
 from llaisys.text.tool_calls.grammar import CALLS_MAX, CallGrammar, Schema
 
 ToolFormat: TypeAlias = Literal[
-    "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2", "openai"
+    "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic", "deepseek", "lfm2", "openai", "gemma4"
 ]
 
 __all__ = [
@@ -26,7 +37,7 @@ __all__ = [
     "tool_parser",
 ]
 
-# Tags without which calls cannot be parsed, and which are special tokens in some models.
+# Tags without which calls cannot be parsed, and which are single tokens in some models.
 TOOL_TAGS: Mapping[ToolFormat, Collection[str]] = {
     "hermes": (hermes.OPEN, hermes.CLOSE),
     "llama3_json": (),
@@ -36,6 +47,7 @@ TOOL_TAGS: Mapping[ToolFormat, Collection[str]] = {
     "deepseek": deepseek.TAGS,
     "lfm2": (lfm2.OPEN, lfm2.CLOSE),
     "openai": harmony.TAGS,
+    "gemma4": gemma4.TAGS,
 }
 
 _PARSERS: Mapping[ToolFormat, Callable[[Mapping[str, Schema]], OutputParser]] = {
@@ -47,6 +59,7 @@ _PARSERS: Mapping[ToolFormat, Callable[[Mapping[str, Schema]], OutputParser]] = 
     "deepseek": deepseek.parser,
     "lfm2": lfm2.parser,
     "openai": harmony.HarmonyParser,
+    "gemma4": gemma4.parser,
 }
 
 
@@ -69,13 +82,13 @@ def tool_grammar(
     """Return a Lark grammar for one call, or with `parallel` for 1 to 16 calls.
 
     `template`: the chat template, which decides between the variants of a format. `special_ids`: the ids of
-    TOOL_TAGS that are special tokens.
+    TOOL_TAGS that are added tokens.
     """
-    grammar = _call_grammar(format, template)
+    grammar = _call_grammar(format, template, special_ids or {})
     return grammar.lark(tools, parallel=parallel, special_ids=special_ids)
 
 
-def _call_grammar(format: ToolFormat, template: str) -> CallGrammar:
+def _call_grammar(format: ToolFormat, template: str, special_ids: Mapping[str, int]) -> CallGrammar:
     match format:
         case "hermes":
             return hermes.GRAMMAR
@@ -89,6 +102,8 @@ def _call_grammar(format: ToolFormat, template: str) -> CallGrammar:
             return lfm2.GRAMMAR
         case "openai":
             return harmony.GRAMMAR
+        case "gemma4":
+            return gemma4_grammar.call_grammar(special_ids.get(gemma4.QUOTE))
         case "mistral":
             return mistral.ARGS_GRAMMAR if mistral.ARGS in template else mistral.LIST_GRAMMAR
         case "deepseek":
@@ -102,6 +117,8 @@ def tool_format_of(template: str) -> ToolFormat | None:
         return None
     if harmony.is_harmony(template):
         return "openai"
+    if gemma4.writes_calls(template):
+        return "gemma4"
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
     if hermes.OPEN in template and "arguments" in template and "<arg_key>" not in template:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,7 +49,7 @@ class CallGrammar:
         """Return the grammar of one call, or with `parallel` of 1 to 16 calls.
 
         `tools`: name -> JSON schema of the arguments, which are an object. `special_ids`: ids of tags that
-        are special tokens, which a grammar of text cannot produce.
+        are single tokens, which a grammar of text cannot produce.
         """
 
         def terminals(text: str) -> str:
@@ -80,6 +80,23 @@ def _terminals(text: str, special_ids: Mapping[str, int]) -> str:
         for each in found
         if each != ""
     )
+
+
+def ordered_rules(name: str, items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+    """Return the rules of items in order, with an expression between those that are present.
+
+    `items`: (expression, is required). `<name>_<i>`: the items from the i-th on, if none precedes;
+    `<name>_<i>_more`: after another one.
+    """
+    lines = [f"{name}: {name}_0"]
+    for i, (item, is_required) in enumerate(items):
+        after = f"{name}_{i + 1}_more"
+        first, more = f"{item} {after}", f"{separator} {item} {after}"
+        if not is_required:
+            first, more = f"{first} | {name}_{i + 1}", f"{more} | {after}"
+        lines += [f"{name}_{i}: {first}", f"{name}_{i}_more: {more}"]
+    last = len(items)
+    return [*lines, f'{name}_{last}: ""', f'{name}_{last}_more: ""']
 
 
 def property_schemas(schema: Schema) -> dict[str, tuple[Schema, bool]]:

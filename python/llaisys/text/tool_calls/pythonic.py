@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 from llaisys.output_parts import Content, OutputPart, ToolCall
-from llaisys.text.tool_calls.grammar import CallGrammar, Schema, json_rule, property_schemas
+from llaisys.text.tool_calls.grammar import CallGrammar, Schema, json_rule, ordered_rules, property_schemas
 from llaisys.text.tool_calls.scanning import BracketEnd, named_call
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -33,20 +33,12 @@ _DEPTH_MAX = 64
 
 
 def keyword_rules(name: str, schema: Schema) -> list[str]:
-    """Return the rules of keyword arguments in the order of the schema, separated by commas.
-
-    `<name>_<i>`: the arguments from the i-th on, if none precedes; `<name>_<i>_more`: after another one.
-    """
-    lines = [f"{name}: {name}_0"]
-    parameters = property_schemas(schema)
-    for i, (key, (value, is_required)) in enumerate(parameters.items()):
-        this, after = f"{json.dumps(key + '=')} {name}_{i}_value", f"{name}_{i + 1}_more"
-        first, more = f"{this} {after}", f'", " {this} {after}'
-        if not is_required:
-            first, more = f"{first} | {name}_{i + 1}", f"{more} | {after}"
-        lines += [f"{name}_{i}: {first}", f"{name}_{i}_more: {more}", json_rule(f"{name}_{i}_value", value)]
-    last = len(parameters)
-    return [*lines, f'{name}_{last}: ""', f'{name}_{last}_more: ""']
+    """Return the rules of keyword arguments in the order of the schema, separated by commas."""
+    items, values = [], []
+    for i, (key, (value, is_required)) in enumerate(property_schemas(schema).items()):
+        items.append((f"{json.dumps(key + '=')} {name}_{i}_value", is_required))
+        values.append(json_rule(f"{name}_{i}_value", value))
+    return ordered_rules(name, items, '", "') + values
 
 
 GRAMMAR = CallGrammar(before="{name}(", after=")", between=", ", begin="[", end="]", arguments=keyword_rules)
