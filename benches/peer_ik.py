@@ -1,7 +1,7 @@
 """ik_llama.cpp as a peer: it executes timing commands from standard input. Runs in the peers' environment.
 
-usage: peer_ik.py MODEL.gguf N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each
-with one line of JSON as the result, with the `seconds`.
+usage: peer_ik.py MODEL.gguf N_THREADS [N_CELLS]; then lines `decode STREAMS CONTEXT NEW`, `shared STREAMS
+CONTEXT NEW` (the same) or `prefill TOKENS`, each with one line of JSON as the result, with the `seconds`.
 
 A step is one `llama_decode` of the C API with one token of each sequence, as its llama-batched-bench does.
 (The Python package has the library without that tool.) Nothing is sampled; the next tokens are given. The
@@ -30,7 +30,7 @@ class Peer:
 
     n_batch = 2048
 
-    def __init__(self, path: str, n_threads: int) -> None:
+    def __init__(self, path: str, n_threads: int, n_cells: int = 4096) -> None:
         api._lib.llama_log_set(_silent, None)
         api._lib.llama_kv_cache_seq_rm.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 3]
         api._lib.llama_kv_cache_seq_cp.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 4]
@@ -39,7 +39,7 @@ class Peer:
         of_model.use_mmap, of_model.repack_tensors = False, True
         self.model = api.llama_model_load_from_file(path.encode(), of_model)
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 4096, self.n_batch, 512, 32
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_cells, self.n_batch, 512, 32
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn = params.fused_up_gate = True
         self.context = api.llama_init_from_model(self.model, params)
@@ -60,7 +60,9 @@ class Peer:
     def prompt(self, n_tokens: int) -> None:
         api.llama_kv_cache_clear(self.context)
         self.n_prompt = n_tokens
-        self.run([(100 + i, i, 0, i == n_tokens - 1) for i in range(n_tokens)])
+        rows = [(100 + i % 40_000, i, 0, i == n_tokens - 1) for i in range(n_tokens)]
+        for start in range(0, n_tokens, self.n_batch):
+            self.run(rows[start : start + self.n_batch])
 
     def decode(self, n_streams: int, n_context: int, n_new: int) -> float:
         if n_context == self.n_prompt:
@@ -79,6 +81,8 @@ class Peer:
             self.run(rows)
         return time.perf_counter() - start
 
+    shared = decode
+
     def prefill(self, n_tokens: int) -> float:
         start = time.perf_counter()
         self.prompt(n_tokens)
@@ -89,7 +93,7 @@ def main() -> None:
     """Load, print `ready`, execute commands. The library's own output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    peer = Peer(sys.argv[1], int(sys.argv[2]))
+    peer = Peer(sys.argv[1], *map(int, sys.argv[2:]))
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         command, *numbers = line.split()

@@ -1,12 +1,13 @@
 """LLAISYS as a peer: it executes timing commands from standard input through `LLM.generate`.
 
-usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--timed]; then lines
-`decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each with one line of JSON as the result.
+usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--temperature T] [--max-model-len N]
+[--timed]; then lines `decode STREAMS CONTEXT NEW`, `shared STREAMS CONTEXT NEW`, `prefill TOKENS` or
+`embed TOKENS`, each with one line of JSON as the result.
 
 `decode` returns the seconds of NEW steps of STREAMS sequences that start with CONTEXT tokens. This is the
 difference of two calls with the same prompts, one of which generates NEW more tokens. So scheduling, sampling
-and output processing are included, and the prompts are not (they are in the prefix cache). `--timed` adds
-`core_s`, the part spent in the core.
+and output processing are included, and the prompts are not (they are in the prefix cache). With `shared` all
+streams have the same prompt. `--timed` adds `core_s`, the part spent in the core.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def time_the_core() -> None:
 
 
 class Ours:
-    """One LLM; every call is greedy and never stops early."""
+    """One LLM; calls never stop early, and are greedy unless a temperature is set."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         settings = {"quantization": args.quantization} if args.quantization else {}
@@ -61,16 +62,16 @@ class Ours:
             args.model,
             num_threads=args.threads,
             max_num_seqs=32,
-            max_model_len=1024,
+            max_model_len=args.max_model_len,
             num_kv_cells=40960,
             speculative_config=None,
             **settings,
         )
-        self.n_prefills = 0
+        self.temperature, self.n_prefills = args.temperature, 0
 
     def generate(self, prompts: list[list[int]], n_new: int) -> tuple[float, float]:
         """Return the seconds of a call, and the part spent in the core."""
-        params = SamplingParams(temperature=0.0, max_tokens=n_new, ignore_eos=True)
+        params = SamplingParams(temperature=self.temperature, max_tokens=n_new, ignore_eos=True)
         start, core = time.perf_counter(), TimedContext.seconds
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -80,7 +81,14 @@ class Ours:
 
     def decode(self, n_streams: int, n_context: int, n_new: int) -> dict[str, float]:
         random.seed(n_context)
-        prompts = [[random.randrange(VOCAB) for _ in range(n_context)] for _ in range(n_streams)]
+        return self.steps([random_prompt(n_context) for _ in range(n_streams)], n_new)
+
+    def shared(self, n_streams: int, n_context: int, n_new: int) -> dict[str, float]:
+        random.seed(n_context)
+        return self.steps([random_prompt(n_context)] * n_streams, n_new)
+
+    def steps(self, prompts: list[list[int]], n_new: int) -> dict[str, float]:
+        """Return the seconds of `n_new` steps after the prompts."""
         self.generate(prompts, 1)  # from now on the prompts are in the prefix cache
         short, short_core = self.generate(prompts, 2)
         long, long_core = self.generate(prompts, 2 + n_new)
@@ -90,8 +98,20 @@ class Ours:
         """Return the seconds of a prompt without a cached prefix, including one sampled token."""
         self.n_prefills += 1
         random.seed(-self.n_prefills)
-        seconds, core = self.generate([[random.randrange(VOCAB) for _ in range(n_tokens)]], 1)
+        seconds, core = self.generate([random_prompt(n_tokens)], 1)
         return {"seconds": seconds, "core_s": core}
+
+    def embed(self, n_tokens: int) -> dict[str, float]:
+        """Return the seconds of an embedding."""
+        prompt = [random.randrange(4, 600) for _ in range(n_tokens)]  # the encoder's vocabulary
+        start = time.perf_counter()
+        self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+        return {"seconds": time.perf_counter() - start}
+
+
+def random_prompt(n_tokens: int) -> list[int]:
+    """Return random tokens."""
+    return [random.randrange(VOCAB) for _ in range(n_tokens)]
 
 
 def main() -> None:
@@ -100,6 +120,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("threads", type=int)
     parser.add_argument("--quantization")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--timed", action="store_true")
     args = parser.parse_args()
     if args.timed:

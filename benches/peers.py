@@ -2,13 +2,13 @@
 
 usage: peers.py [--only PATTERN ...] [--rounds 7] [--budget-s SECONDS] [--fresh] [--report] [--list] [--smoke]
 
-A round of a row measures every engine once, starting with another one each round, with a memory bandwidth
-measurement before and after each. It also records the load average before the run, and the CPU time that the
-hypervisor gave to other machines (steal). A tree with uncommitted changes is refused. Rounds are kept in
-benches/results/peers-rounds.jsonl, so a run continues where the previous one ended (exit status 3: rows
-remain). Rounds of another build of the core are discarded when their row is measured. PATTERN is a row, a
-glob (`decode-1-*`, see --list) or `targets`: the rows that have a target (peers_rows.py). Each run rewrites
-the table, the JSON and the plot. Build the peers first: `make bench-peers` does.
+A round of a row measures every engine once, starting with another one each round, and the machine's read
+bandwidth and f32 rate before and after each. It also records the load average before the run, and the CPU
+time that the hypervisor gave to other machines (steal). A tree with uncommitted changes is refused. Rounds
+are kept in benches/results/peers-rounds.jsonl, so a run continues where the previous one ended (exit status
+3: rows remain). Rounds of another build of the core are discarded when their row is measured. PATTERN is a
+row, a glob (`decode-1-*`, see --list) or `targets`: the rows that have a target (peers_rows.py). Each run
+rewrites the table, the JSON and the plot. Build the peers first: `make bench-peers` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import peers_report
-from peers_engines import MODELS, Bandwidth, LlamaTools, PeerError, Resident, start, versions
+from peers_engines import MODELS, LlamaTools, MachineSpeed, PeerError, Resident, start, versions
 from peers_http import Server
 from peers_rows import TARGETS, Row, is_ours, rows
 
@@ -49,7 +49,7 @@ class Bench:
         lines = ROUNDS.read_text("utf-8").splitlines() if ROUNDS.exists() else []
         self.rounds: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.engines: dict[tuple[str, ...], Engine] = {}
-        self.bandwidth: Bandwidth | None = None
+        self.speed: MachineSpeed | None = None
         self.longest_s = 0.0
         self.load = os.getloadavg()[0]
 
@@ -75,7 +75,7 @@ class Bench:
             if row.kind == "http":
                 self.engines[key] = Server(name, row.engines[name], row.n)
             else:
-                self.engines[key] = start(name, row.engines[name], timed=row.kind == "overhead")
+                self.engines[key] = start(name, row)
         return self.engines[key]
 
     def unload(self) -> None:
@@ -83,23 +83,24 @@ class Bench:
             engine.close()
         self.engines.clear()
 
-    def read(self) -> float:
-        if self.bandwidth is None:
-            self.bandwidth = Bandwidth()
-        return self.bandwidth.read()
+    def machine_speed(self) -> tuple[float, float]:
+        """Return 10^9 bytes and 10^9 f32 operations per second."""
+        if self.speed is None:
+            self.speed = MachineSpeed()
+        return self.speed.measure("read"), self.speed.measure("flops")
 
     def measure(self, row: Row, n_done: int) -> dict[str, Any]:
         """Measure one round."""
         names = [name for name in row.engines if is_available(name)]
         first = n_done % len(names)
         order = names[first:] + names[:first]
-        gb_s, rates, took_s = [self.read()], {}, {}
+        speeds, rates, took_s = [self.machine_speed()], {}, {}
         before = cpu_times()
         for name in order:
             begun = time.monotonic()
             rates[name] = rate(self.engine(row, name), row)
             took_s[name] = round(time.monotonic() - begun, 1)
-            gb_s.append(self.read())
+            speeds.append(self.machine_speed())
         stolen, total = (now - then for now, then in zip(cpu_times(), before, strict=True))
         return {
             "row": row.name,
@@ -108,7 +109,8 @@ class Bench:
             "steal": stolen / total,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "order": order,
-            "gb_s": gb_s,
+            "gb_s": [gb_s for gb_s, _ in speeds],
+            "gflops": [gflops for _, gflops in speeds],
             "rates": rates,
             "took_s": took_s,
         }
@@ -116,6 +118,7 @@ class Bench:
     def run(self, row: Row, n_rounds: int) -> bool:
         """Measure rounds up to the number required; return False if the time budget ends first."""
         names = [name for name in row.engines if is_available(name)]
+        n_rounds = row.n_rounds(n_rounds)
         done = self.of(row)
         if len(done) < n_rounds:
             for name in names:  # loading and the first steps are not measured
@@ -143,6 +146,8 @@ def rate(engine: Engine, row: Row) -> dict[str, float]:
         return engine.http(row.n)
     if row.kind == "prefill":
         return engine.prefill(row.n)
+    if row.kind == "embed":
+        return engine.embed(row.n)
     if row.kind == "overhead":
         assert isinstance(engine, Resident)
         return engine.overhead(row)
@@ -270,7 +275,7 @@ def measure_all(bench: Bench, chosen: list[Row], args: argparse.Namespace) -> li
     finally:
         bench.unload()
         bench.save()
-    return [row for row in chosen if len(bench.of(row)) < args.rounds]
+    return [row for row in chosen if len(bench.of(row)) < row.n_rounds(args.rounds)]
 
 
 if __name__ == "__main__":

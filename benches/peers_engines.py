@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peers_rows import THREADS, Row
+from peers_rows import SETTINGS, THREADS, Row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -62,14 +62,15 @@ class Talker:
         self.process.wait(30)
 
 
-class Bandwidth:
-    """Memory read bandwidth in 10^9 bytes per second."""
+class MachineSpeed:
+    """Memory read bandwidth in 10^9 bytes per second, and 10^9 f32 operations per second."""
 
     def __init__(self) -> None:
         self.talker = Talker([str(PEERS / "bin" / "machine_speed"), str(THREADS)])
 
-    def read(self) -> float:
-        return float(self.talker.ask("read"))
+    def measure(self, what: str) -> float:
+        """`what`: read or flops."""
+        return float(self.talker.ask(what))
 
 
 class Resident:
@@ -86,11 +87,14 @@ class Resident:
 
     def decode(self, row: Row) -> dict[str, float]:
         """Return tokens per second at each context."""
-        seconds = {c: self.ask("decode", row.n, c, row.n_new)["seconds"] for c in row.contexts}
+        seconds = {c: self.ask(row.kind, row.n, c, row.n_new)["seconds"] for c in row.contexts}
         return {str(c): row.n * row.n_new / s for c, s in seconds.items()}
 
     def prefill(self, n_tokens: int) -> dict[str, float]:
         return {"0": n_tokens / self.ask("prefill", n_tokens)["seconds"]}
+
+    def embed(self, n_tokens: int) -> dict[str, float]:
+        return {"0": n_tokens / self.ask("embed", n_tokens)["seconds"]}
 
     def overhead(self, row: Row) -> dict[str, float]:
         """Return the fraction of a step's time outside the core (`--timed`), at each context."""
@@ -117,15 +121,20 @@ class LlamaTools:
 
     def decode(self, row: Row) -> dict[str, float]:
         """Return tokens per second at each context; the prompt is computed once and copied to the other
-        sequences."""
+        sequences, if the model allows it."""
         cells = row.n * (max(row.contexts) + row.n_new + 16)
         contexts = ",".join(map(str, row.contexts))
-        shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(row.n_new), "-npl", str(row.n), "-pps"]
+        shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(row.n_new), "-npl", str(row.n)]
+        shape += ["-pps"] if row.copies_prompt else []
         rates = batched_bench_rates(self.run("llama-batched-bench", *shape, *BATCH, "-fa", "on"))
         return {str(c): rates[c, row.n] for c in row.contexts}
 
     def prefill(self, n_tokens: int) -> dict[str, float]:
         shape = ["-p", str(n_tokens), "-n", "0", "-r", "1", "-fa", "1", "-o", "json"]
+        return {"0": bench_rate(self.run("llama-bench", *shape))}
+
+    def embed(self, n_tokens: int) -> dict[str, float]:
+        shape = ["-p", str(n_tokens), "-n", "0", "-r", "1", "-embd", "1", "-o", "json"]
         return {"0": bench_rate(self.run("llama-bench", *shape))}
 
     def close(self) -> None:
@@ -153,17 +162,19 @@ def bench_rate(output: str) -> float:
     return float(only["avg_ts"])
 
 
-def start(engine: str, file: str, *, timed: bool = False) -> Resident | LlamaTools:
-    """Load an engine."""
-    model = MODELS / file
+def start(engine: str, row: Row) -> Resident | LlamaTools:
+    """Load an engine for the rows of a model."""
+    model = MODELS / row.engines[engine]
     name, _, setting = engine.partition("/")
     if name == "llaisys":
         command = [sys.executable, str(HERE / "peer_ours.py"), str(model), str(THREADS)]
         command += ["--quantization", setting] if setting else []
-        return Resident(command + (["--timed"] if timed else []))
+        command += SETTINGS.get(row.precision, [])
+        return Resident(command + (["--timed"] if row.kind == "overhead" else []))
     if name in SCRIPTS:
         python = str(PEERS / "bin" / "python")
-        return Resident([python, str(HERE / SCRIPTS[name]), str(model), str(THREADS)])
+        cells = ["16384"] if row.precision == "long" else []
+        return Resident([python, str(HERE / SCRIPTS[name]), str(model), str(THREADS), *cells])
     return LlamaTools(engine, model)
 
 

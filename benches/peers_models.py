@@ -13,9 +13,10 @@ engine.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -76,22 +77,34 @@ def tensors() -> Iterator[tuple[str, str, NDArray[np.float32]]]:
 
 
 def write_folder(folder: Path) -> None:
-    """Write the Hugging Face folder; safetensors is a JSON header and the tensors one after the other."""
+    """Write the Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder / name)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n", encoding="utf-8")
+    write_safetensors(
+        folder / "model.safetensors", [(name, values.shape) for name, _, values in tensors()], tensors
+    )
+
+
+def write_safetensors(
+    path: Path,
+    shapes: list[tuple[str, tuple[int, ...]]],
+    values: Callable[[], Iterator[tuple[str, str, NDArray[np.float32]]]],
+) -> None:
+    """Write BF16 tensors, one after the other, after a JSON header of their `shapes`."""
     header, end = {}, 0
-    for name, _, values in tensors():
-        start, end = end, end + 2 * values.size
-        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [start, end]}
+    for name, shape in shapes:
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors.part").open("wb") as out:
+    part = Path(f"{path}.part")
+    with part.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for _, _, values in tensors():
-            out.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    (folder / "model.safetensors.part").rename(folder / "model.safetensors")
+        for _, _, array in values():
+            out.write((array.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    part.rename(path)
 
 
 def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> None:

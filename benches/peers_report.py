@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from peers_limits import least_share, limit_share
 from peers_rows import (
-    BANDWIDTH_AT_LEAST,
     BEST,
     OVERHEAD_AT_MOST,
     SCALING_AT_LEAST,
@@ -23,16 +23,6 @@ from peers_rows import (
 Round = dict[str, Any]
 # A peer whose rate differs by more from the last committed one is marked: the machine or its build changed.
 MOVED = 0.1
-
-# Weights that a step of one stream reads (all: the head is the embedding), and bytes of K and V of one
-# cell: 24 layers x 2 heads x 64 numbers, twice, in bf16. Of a head in bf16 a greedy step reads the copy in 8
-# bits with two norms per row (`screen_lm_head`); the few exact rows are not counted.
-PARAMETERS, VOCAB_SIZE, HEAD = 494_032_768, 151_936, 151_936 * 896
-KV_BYTES = 24 * 2 * 64 * 2 * 2
-WEIGHT_BYTES = {
-    "decode-1-bf16": 2 * (PARAMETERS - HEAD) + HEAD * 34 // 32 + 8 * VOCAB_SIZE,
-    "decode-1-8bit": PARAMETERS * 34 // 32,
-}
 
 
 def tokens_per_s(by_context: dict[str, float]) -> float:
@@ -76,25 +66,8 @@ def summarize(found: list[Round]) -> dict[str, Any]:
     for key in ("load", "steal"):
         if known := [each[key] for each in found if key in each]:
             summary[key] = statistics.median(known)
-    share = bandwidth_share(found)
-    return summary | ({"bandwidth_share": share} if share else {}) | {"build": found[-1]["build"]}
-
-
-def bandwidth_share(found: list[Round]) -> float | None:
-    """Return the bandwidth that the steps of one stream need, relative to the bandwidth measured around
-    it."""
-    n_bytes = WEIGHT_BYTES.get(found[0]["row"])
-    if n_bytes is None:
-        return None
-    shares = []
-    for each in found:
-        place = each["order"].index("llaisys")
-        around = (each["gb_s"][place] + each["gb_s"][place + 1]) / 2
-        read = statistics.mean(
-            rate * (n_bytes + KV_BYTES * int(context)) for context, rate in each["rates"]["llaisys"].items()
-        )
-        shares.append(read / 1e9 / around)
-    return statistics.median(shares)
+    share = limit_share(found, best_of_ours(summary))
+    return summary | ({"limit_share": share} if share else {}) | {"build": found[-1]["build"]}
 
 
 def targets_met(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]:
@@ -121,11 +94,10 @@ def targets_met(table: dict[str, Any]) -> list[tuple[str, str, float, float, boo
         made.append(
             ("overhead-16-bf16", "a step, at most", share, OVERHEAD_AT_MOST, share <= OVERHEAD_AT_MOST)
         )
-    if "bandwidth_share" in table.get("decode-1-bf16", {}):
-        share = table["decode-1-bf16"]["bandwidth_share"]
-        made.append(
-            ("decode-1-bf16", "read bandwidth", share, BANDWIDTH_AT_LEAST, share >= BANDWIDTH_AT_LEAST)
-        )
+    for row in table:
+        if row.startswith(("decode-1-", "decode-16-", "prefill-")) and "limit_share" in table[row]:
+            share, least = table[row]["limit_share"], least_share(row)
+            made.append((row, "physical limit", share, least, share >= least))
     return made
 
 
@@ -173,12 +145,15 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
         f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
         "Tokens per second (medians); in brackets the median of our ratio to it, by round. Bold: our",
-        "ratio to the best peer of each round. GB/s: the read bandwidth between the engines (median).",
+        "ratio to the best peer of each round. Of the limit: our share of what the machine allows, by",
+        "bytes and operations (peers_limits.py). GB/s: the read bandwidth between the engines (median).",
         "Load: the load average before the run. Steal: the CPU time that the hypervisor gave to others.",
         f"*: this peer's rate moved by more than {MOVED:.0%} since the last committed run.",
         "",
-        "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | load | steal | rounds |",
-        "| --- " * (len(peers) + 7) + "|",
+        "| row | ours | "
+        + " | ".join(peers)
+        + " | to the best | of the limit | GB/s | load | steal | rounds |",
+        "| --- " * (len(peers) + 8) + "|",
     ]
     for row, summary in table.items():
         if row.startswith("overhead"):
@@ -196,7 +171,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
                 f"{engines[peer]['tokens_per_s']:.0f}{mark} ({own['ratios'][peer]:.2f}x)" if known else "–"
             )
         load = f"{summary['load']:.1f}" if "load" in summary else "–"
-        cells += [f"**{own['ratios'][BEST]:.2f}x**", f"{summary['gb_s']:.1f}", load]
+        limit = f"{summary['limit_share']:.0%}" if "limit_share" in summary else "–"
+        cells += [f"**{own['ratios'][BEST]:.2f}x**", limit, f"{summary['gb_s']:.1f}", load]
         cells += [_percent(summary, "steal"), str(summary["rounds"])]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [""] if changes else []

@@ -12,6 +12,8 @@ THREADS = 2
 BEST = "best peer"
 
 PRECISIONS = ("bf16", "8bit", "4bit", "smollm2")
+EXPERTS = ("experts-4bit", "experts-8bit")
+HYBRIDS = ("hybrid-4bit", "hybrid-8bit")
 STREAMS = (1, 4, 8, 16, 32)
 HTTP_STREAMS = (1, 8, 16, 32)
 
@@ -38,6 +40,21 @@ FILES: dict[str, dict[str, str]] = {
         "openvino": "q05-ov-int4",
     },
     "smollm2": {"llaisys": "smollm2.gguf", "llama.cpp": "smollm2.gguf", "ik_llama.cpp": "smollm2.gguf"},
+    "experts-4bit": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "experts-q4_0.gguf"),
+    "experts-8bit": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "experts-q8_0.gguf"),
+    "hybrid-4bit": dict.fromkeys(("llaisys", "llama.cpp"), "hybrid-q4_0.gguf"),
+    "hybrid-8bit": dict.fromkeys(("llaisys", "llama.cpp"), "hybrid-q8_0.gguf"),
+    "encoder-bf16": {"llaisys": "encoder", "llama.cpp": "encoder-bf16.gguf"},
+    "long": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
+}
+LONG = 8192  # tokens of a long prompt, and of the context that steps of `long` rows see
+
+# Settings of LLAISYS by precision (flags of peer_ours.py). Tokens of experts are drawn at random: greedy ones
+# of random weights repeat, and would use the same experts again and again.
+SETTINGS: dict[str, list[str]] = {
+    "experts-4bit": ["--temperature", "1"],
+    "experts-8bit": ["--temperature", "1"],
+    "long": ["--max-model-len", "16384"],
 }
 
 # (peer, at least) by row; the peer is one of them or the best of each round.
@@ -45,27 +62,29 @@ TARGETS: dict[str, tuple[str, float]] = {
     "decode-1-bf16": (BEST, 1.0),
     "decode-1-8bit": (BEST, 1.0),
     "decode-1-4bit": (BEST, 1.2),
-    "decode-16-bf16": ("openvino", 1.5),
-    "decode-16-8bit": ("openvino", 2.3),
-    "decode-16-4bit": ("openvino", 2.5),
-    "prefill-512-bf16": ("openvino", 1.1),
-    "prefill-512-8bit": ("openvino", 1.45),
-    "decode-1-smollm2": ("llama.cpp", 2.0),
-    "decode-16-smollm2": ("llama.cpp", 6.0),
-    "prefill-512-smollm2": ("llama.cpp", 8.0),
-    "http-16-bf16": ("llama.cpp", 2.5),
-    "http-16-8bit": ("llama.cpp", 5.0),
     "http-16-smollm2": ("llama.cpp", 5.0),
+    "decode-1-experts-4bit": (BEST, 1.2),
+    "decode-16-experts-4bit": (BEST, 2.0),
+    "decode-1-experts-8bit": (BEST, 1.2),
+    "decode-16-experts-8bit": (BEST, 2.0),
+    "decode-1-hybrid-4bit": (BEST, 1.0),
+    "decode-16-hybrid-4bit": (BEST, 1.0),
+    "prefill-512-hybrid-4bit": (BEST, 1.0),
+    "embed-512-encoder-bf16": (BEST, 1.0),
+    "prefill-8192-long": (BEST, 1.0),
+    "decode-1-long": (BEST, 1.0),
+    "shared-16-long": ("llama.cpp", 3.0),
 }
-# 16 streams against one of SmolLM2; the share of a step outside the core; the share of the read bandwidth.
+# 16 streams against one of SmolLM2; the share of a step outside the core. Shares of the physical limit are in
+# peers_limits.py.
 SCALING_AT_LEAST = 4.0
 OVERHEAD_AT_MOST = 0.03
-BANDWIDTH_AT_LEAST = 0.9
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: `kind` is decode, prefill, http or overhead; `n` its streams, or its tokens."""
+    """One line of the table: `kind` is decode, shared, prefill, embed, http or overhead; `n` its streams, or
+    its tokens. Streams of `shared` have the same prompt."""
 
     kind: str
     n: int
@@ -79,13 +98,24 @@ class Row:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Context lengths of the sequences of `decode`."""
+        """Context lengths of the sequences of `decode` and `shared`."""
+        if self.precision == "long":
+            return (LONG,)
         return ENDS if self.n <= 4 else MIDDLE
 
     @property
     def n_new(self) -> int:
         """Timed steps at each context: enough for a stable time, few enough for seven rounds."""
-        return 24 if self.n == 1 else 16
+        return 24 if self.n == 1 or self.precision in HYBRIDS else 16
+
+    @property
+    def copies_prompt(self) -> bool:
+        """Whether llama.cpp computes one prompt for all streams; it cannot copy recurrent states."""
+        return self.precision not in HYBRIDS
+
+    def n_rounds(self, n: int) -> int:
+        """Of at most `n`: three if a round takes minutes."""
+        return min(n, 3) if self.precision == "long" else n
 
 
 def rows() -> list[Row]:
@@ -96,6 +126,12 @@ def rows() -> list[Row]:
         made += [Row("decode", n, precision, files) for n in STREAMS]
         made.append(Row("prefill", 512, precision, files))
     made.append(Row("overhead", 16, "bf16", {"llaisys": FILES["bf16"]["llaisys"]}))
+    for precision in EXPERTS + HYBRIDS:
+        made += [Row("decode", n, precision, FILES[precision]) for n in (1, 4, 16)]
+        made.append(Row("prefill", 512, precision, FILES[precision]))
+    made.append(Row("embed", 512, "encoder-bf16", FILES["encoder-bf16"]))
+    made.append(Row("prefill", LONG, "long", FILES["long"]))
+    made += [Row("decode", 1, "long", FILES["long"]), Row("shared", 16, "long", FILES["long"])]
     for precision in ("bf16", "8bit", "smollm2"):
         files = {name: file for name, file in FILES[precision].items() if name in ("llaisys", "llama.cpp")}
         made += [Row("http", n, precision, files) for n in HTTP_STREAMS]

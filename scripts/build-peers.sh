@@ -79,6 +79,8 @@ ln -sf "$build"/bin/lib{llama,ggml,ggml-base,ggml-cpu,mtmd}.so* "$src/llama_cpp/
 
 rustc -C opt-level=3 -C target-cpu=native -o "$peers/bin/machine_speed" benches/machine_speed.rs
 "$peers/bin/python" benches/peers_models.py "$peers/models"
+"$peers/bin/python" benches/peers_shapes.py "$peers/models"
+"$peers/bin/python" benches/peers_encoder.py "$peers/models"
 
 cat >"$peers/versions.json" <<JSON
 {

@@ -143,10 +143,12 @@ def test_restarts_are_counted_within_ten_minutes() -> None:
 
 
 def test_a_malformed_message_ends_the_child_and_not_the_parent(made: Client) -> None:
-    child = made.submit_to_a_stopped_child("open")
     connection = made.client._connection
     assert isinstance(connection, process._EngineProcess)
+    child = made.child()
+    child.suspend()
     connection._channel.send(b"\xc1")
+    made.submit("open")  # after the message, because the child could complete it first
     child.resume()
     end = made.end_of("open")
     assert isinstance(end.error, EngineDeadError)
