@@ -48,8 +48,8 @@ class File:
         blocks = self.rng.integers(0, 256, (*shape[:-1], shape[-1] // length, size), np.uint8)
         deviation = {Q4_0: 4.6, Q8_0: 74.0}[kind]  # of the random integers
         scale = np.array([gain / (deviation * shape[-1] ** 0.5)], np.float16)
-        # Scales of both signs: integers of 4 bits are -0.5 on average, and a common sign would make all tokens
-        # alike.
+        # Scales of both signs: integers of 4 bits are -0.5 on average, and a common sign would make all
+        # tokens alike.
         sign = blocks[..., 1] & 0x80
         blocks[..., :2] = scale.view(np.uint8)
         blocks[..., 1] |= sign
@@ -69,8 +69,8 @@ class File:
         for name, value in sizes.items():
             self.key(name, value)
         d_model = int(sizes["embedding_length"])
-        # 8 bits in every file, as in the dense model of the comparison. Embeddings are as large as the outputs
-        # of layers: hidden states, and with them the chosen experts, differ from token to token.
+        # 8 bits in every file, as in the dense model of the comparison. Embeddings are as large as the
+        # outputs of layers: hidden states, and with them the chosen experts, differ from token to token.
         self.matrix("token_embd", vocab_size, d_model, kind=Q8_0, gain=d_model**0.5)
         self.matrix("output", vocab_size, d_model, kind=Q8_0)
         self.norm("output_norm", d_model)

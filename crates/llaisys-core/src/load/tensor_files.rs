@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-/// Bytes of one read. Larger reads are divided over threads.
-const PIECE_BYTES: usize = 1 << 20;
+/// Bytes of one read. Larger reads are divided over threads: the matrices of an expert, too.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// One tensor in a file. Its parser has checked that `range` is within the file and is exactly `shape` elements of
 /// `dtype`.
@@ -133,7 +133,7 @@ impl TensorFiles {
         }
     }
 
-    /// Calls `visit` with the bytes of tensor `index` from its byte `start`, in order and in pieces of up to 1 MiB.
+    /// Calls `visit` with the bytes of tensor `index` from its byte `start`, in order and in pieces of [`PIECE_BYTES`].
     /// Errors: as [`Self::read`].
     pub fn visit(&self, index: usize, start: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), FormatError> {
         let n_bytes = self.tensors[index].range.len();

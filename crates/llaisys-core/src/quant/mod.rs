@@ -93,11 +93,13 @@ impl Block {
     }
 
     /// A block without minima and with one scale.
+    #[inline(always)]
     fn scaled(scale: f32, offset: u8, q: [u8; BLOCK_LEN]) -> Self {
         Self { scale: [scale; 2], min: [0.0; 2], offset, q }
     }
 
     /// A block with one scale and one minimum.
+    #[inline(always)]
     fn with_min(scale: f32, min: f32, q: [u8; BLOCK_LEN]) -> Self {
         Self { scale: [scale; 2], min: [min; 2], offset: 0, q }
     }
@@ -134,11 +136,13 @@ fn plain<const N: usize>(bytes: &[u8], out: &mut [f32], decode: impl Fn([u8; N])
 }
 
 /// The f16 at the start of `bytes`.
+#[inline(always)]
 fn f16_at(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
 /// 16 bytes as 32 nibbles: byte `j` holds element `j` in its low half and element `j + 16` in its high half.
+#[inline(always)]
 fn nibbles(bytes: &[u8]) -> [u8; BLOCK_LEN] {
     let mut q = [0; BLOCK_LEN];
     for (j, byte) in bytes.iter().enumerate() {

@@ -225,23 +225,32 @@ impl Packer<'_> {
             LayerWeight::Expert(expert, part) => self.expert_bias(index, expert, part),
             _ => some(config.mlp_bias, of_dense),
         };
-        let mlp = |[gate, up, down]: [LayerWeight; 3]| -> Result<Mlp> {
+        let at = |part| WeightId::Layer(index, part);
+        let empty = |[gate, up, down]: [LayerWeight; 3]| -> Result<[PackedMatrix; 2]> {
+            Ok([self.empty_gate_up(at(gate), at(up))?, self.empty(at(down), None)?])
+        };
+        let filled = |parts: [LayerWeight; 3], [mut gate_up, mut down]: [PackedMatrix; 2]| -> Result<Mlp> {
+            let [gate, up, of_down] = parts;
+            self.fill_gate_up(at(gate), at(up), &mut gate_up)?;
+            self.fill(at(of_down), &mut down)?;
             Ok(Mlp {
-                gate_up: self.gate_up(WeightId::Layer(index, gate), WeightId::Layer(index, up))?,
+                gate_up,
                 gate_bias: bias(gate, LayerWeight::GateBias)?,
                 up_bias: bias(up, LayerWeight::UpBias)?,
-                down: Projection {
-                    matrix: self.matrix(WeightId::Layer(index, down))?,
-                    bias: bias(down, LayerWeight::DownBias)?,
-                },
+                down: Projection { matrix: down, bias: bias(of_down, LayerWeight::DownBias)? },
             })
         };
+        let mlp = |parts| filled(parts, empty(parts)?);
         let dense = || mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
         let Some(experts) = config.experts_of(index) else {
             return dense().map(FeedForward::Dense);
         };
         let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
-        let expert = |e| mlp(parts.map(|part| LayerWeight::Expert(e, part)));
+        let expert = |e| parts.map(|part| LayerWeight::Expert(e, part));
+        // All are allocated before the first is written: an expert's matrices are often smaller than a huge page, which
+        // the system gives only to memory that is mapped as a whole.
+        let empty = (0..experts.n).map(|e| empty(expert(e))).collect::<Result<Vec<_>>>()?;
+        let packed = empty.into_iter().enumerate().map(|(e, matrices)| filled(expert(e), matrices));
         let f32_matrix = |part| self.matrix_as(WeightId::Layer(index, part), Some(PackedFormat::F32));
         let shared = |_| -> Result<SharedExpert> {
             let mlp = mlp(parts.map(LayerWeight::Shared))?;
@@ -253,7 +262,7 @@ impl Packer<'_> {
                 bias: some(experts.projection_biases, LayerWeight::RouterProjectionBias)?,
             },
             bias: some(experts.has_bias, LayerWeight::RouterBias)?,
-            experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
+            experts: packed.collect::<Result<_>>()?,
             shared: config.d_shared.map(shared).transpose()?,
             dense: if config.gemma4.is_some() {
                 Some(Box::new(self.dense_branch(index, dense()?)?))
@@ -284,13 +293,33 @@ impl Packer<'_> {
 
     /// Packs a matrix in `format`, or in the format of the mode.
     fn matrix_as(&self, id: WeightId, format: Option<PackedFormat>) -> Result<PackedMatrix> {
-        let (checkpoint, source) = (self.checkpoint, self.source(id));
-        let Source { dtype, n_columns, .. } = source;
-        let format = format.unwrap_or_else(|| packed_format(self.mode, id, dtype, n_columns));
-        let block = dtype.block_len().max(if format.is_grouped() { BLOCK_LEN } else { 1 });
+        let mut matrix = self.empty(id, format)?;
+        self.fill(id, &mut matrix)?;
+        Ok(matrix)
+    }
+
+    /// Allocates a matrix in `format`, or in the format of the mode.
+    fn empty(&self, id: WeightId, format: Option<PackedFormat>) -> Result<PackedMatrix> {
+        let source = self.source(id);
+        let of_mode = || packed_format(self.mode, id, source.dtype, source.n_columns);
+        let format = format.unwrap_or_else(of_mode);
         let rows = self.shard.rows(id, source.n_rows);
-        let columns = self.shard.columns(id, n_columns, block, &|| self.name(source.stored))?;
-        let mut matrix = PackedMatrix::zeroed(format, rows.len(), columns.len())?;
+        let columns = self.columns(id, &source, format)?;
+        Ok(PackedMatrix::zeroed(format, rows.len(), columns.len())?)
+    }
+
+    /// Returns the rank's columns of a matrix.
+    fn columns(&self, id: WeightId, source: &Source, format: PackedFormat) -> Result<Range<usize>> {
+        let block = source.dtype.block_len().max(if format.is_grouped() { BLOCK_LEN } else { 1 });
+        Ok(self.shard.columns(id, source.n_columns, block, &|| self.name(source.stored))?)
+    }
+
+    /// Packs a matrix that [`Self::empty`] has allocated.
+    fn fill(&self, id: WeightId, matrix: &mut PackedMatrix) -> Result<()> {
+        let (checkpoint, source) = (self.checkpoint, self.source(id));
+        let dtype = source.dtype;
+        let rows = self.shard.rows(id, source.n_rows);
+        let columns = self.columns(id, &source, matrix.format())?;
         let mut buffer = self.buffers[0].borrow_mut();
         for piece in pieces(rows.len(), self.rows_at_once(&source)) {
             let at = |n: usize| (rows.start + n).min(source.n_rows);
@@ -307,23 +336,30 @@ impl Packer<'_> {
             matrix.fill(self.pool, piece, &row);
         }
         self.progress.bytes_packed(matrix.n_bytes());
-        Ok(matrix)
+        Ok(())
     }
 
     fn name(&self, stored: WeightId) -> String {
         self.checkpoint.config().name(stored).expect("stored weights have names")
     }
 
-    /// Packs gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in
+    /// Allocates one matrix for gate and up, so that the input is read once. If their formats differ, both are packed in
     /// f32.
-    fn gate_up(&self, gate: WeightId, up: WeightId) -> Result<PackedMatrix> {
+    fn empty_gate_up(&self, gate: WeightId, up: WeightId) -> Result<PackedMatrix> {
         let id = gate;
         let (gate, up) = (self.source(gate), self.source(up));
         let (rows, n_columns) = (self.shard.rows(id, gate.n_rows), gate.n_columns);
-        let n_inner = rows.len();
         let formats = [&gate, &up].map(|source| packed_format(self.mode, id, source.dtype, n_columns));
         let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
-        let mut matrix = PackedMatrix::zeroed(format, gate_up_rows(n_inner), n_columns)?;
+        Ok(PackedMatrix::zeroed(format, gate_up_rows(rows.len()), n_columns)?)
+    }
+
+    /// Packs gate and up in a matrix that [`Self::empty_gate_up`] has allocated.
+    fn fill_gate_up(&self, gate: WeightId, up: WeightId, matrix: &mut PackedMatrix) -> Result<()> {
+        let id = gate;
+        let (gate, up) = (self.source(gate), self.source(up));
+        let rows = self.shard.rows(id, gate.n_rows);
+        let n_inner = rows.len();
         let (mut for_gate, mut for_up) = (self.buffers[0].borrow_mut(), self.buffers[1].borrow_mut());
         // Halves of one tensor are read one after the other, in order.
         let at_once = if gate.stored == up.stored { n_inner } else { self.rows_at_once(&gate) };
@@ -342,7 +378,7 @@ impl Packer<'_> {
             matrix.fill(self.pool, gate_up_rows(piece.start)..gate_up_rows(piece.end), &row);
         }
         self.progress.bytes_packed(matrix.n_bytes());
-        Ok(matrix)
+        Ok(())
     }
 
     /// Returns the values of a norm or a bias in logical order.

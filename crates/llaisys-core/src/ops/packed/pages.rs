@@ -12,12 +12,14 @@ use crate::tensor::AlignedBuf;
 #[cfg(target_os = "linux")]
 const HUGE: usize = 2 << 20;
 
-/// Asks the system to give a new buffer pages of 2 MiB when they are first written, if it is that large. Otherwise
-/// [`use_huge_pages`] would copy all of it. If the system refuses, nothing changes.
+/// Asks the system to give a new buffer pages of 2 MiB when they are first written, alone or with the buffers next to
+/// it. Otherwise [`use_huge_pages`] would copy all of it. If the system refuses, nothing changes.
 #[cfg(target_os = "linux")]
 pub(crate) fn expect_huge_pages(buf: &AlignedBuf) {
     const PAGE: usize = 4 << 10;
-    if buf.len() < HUGE {
+    /// Smaller buffers are not worth a call.
+    const WORTHWHILE: usize = 64 << 10;
+    if buf.len() < WORTHWHILE {
         return;
     }
     // Whole pages, so that the system can join neighboring buffers to one mapping.
