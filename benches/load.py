@@ -1,82 +1,149 @@
-"""Load time and memory of a model, each load in a separate process. `make bench-load`.
+"""Time and memory from the start of a process to its first token, compared with llama.cpp. `make bench-load`.
 
-Peak memory is VmHWM; RssAnon at the end, compared with it, shows the memory that only the load needs. Appends
-to benches/results/load.jsonl.
+usage: load.py [--models NAME ...] [--rounds 5] [--no-peer]
+
+Each load is a process of its own. `cold` drops the file from the page cache first, `warm` reads it once.
+Rounds alternate LLAISYS and llama.cpp (`llama-bench` with a prompt of one token, without its warm-up).
+Seconds are those of the whole process; `load_s` of LLAISYS is without the start of Python and its imports.
+The files are those of peers_shapes.py (`make bench-peers` builds llama.cpp and writes them) and the
+embedded model.
+
+Memory is VmHWM, compared with the bytes of the packed weights. Before the first round, all free memory is
+touched once: a virtual machine gets its memory from the host at the first touch, which would be measured
+otherwise. Appends to benches/results/load.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from llaisys.hub import resolve_model
+from peers_engines import BUILDS, MODELS, environment
+from peers_rows import THREADS
 
 RESULTS = Path(__file__).parent / "results" / "load.jsonl"
+EMBEDDED = "smollm2"
+DEFAULT = [EMBEDDED, "dense-3b-q4_0", "dense-8b-q4_0", "dense-3b-q8_0", "experts-q4_0", "q05-bf16"]
 CHILD = """
 import json, sys, time
 from pathlib import Path
-import llaisys._core as core
+from llaisys import LLM, SamplingParams
 
-def status(key):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-before = status("RssAnon")
 start = time.perf_counter()
-context = core.Context(
-    sys.argv[1], dtype=sys.argv[2], n_threads=int(sys.argv[3]),
-    n_cells=256, n_seq_max=4, n_batch=64, max_model_len=256,
-)
+llm = LLM(sys.argv[1], num_threads=int(sys.argv[2]), max_model_len=256, max_num_seqs=4, num_kv_cells=1024,
+          speculative_config=None)
+params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
 seconds = time.perf_counter() - start
-print(json.dumps({
-    "load_s": seconds, "weights": context.weight_bytes, "peak_rss": status("VmHWM"),
-    "anonymous_before": before, "anonymous": status("RssAnon"),
-}))
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(json.dumps({"load_s": seconds, "peak_bytes": int(peak.split()[1]) * 1024,
+                  "packed_bytes": llm.model_info.packed_bytes["auto"]}))
 """
 
 
-def load(path: Path, dtype: str, n_threads: int) -> dict[str, Any]:
-    """Load once in a new process."""
-    command = [sys.executable, "-c", CHILD, str(path), dtype, str(n_threads)]
+def touch_memory() -> None:
+    """Touch the memory that is free."""
+    size = 64 << 20
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    blocks = []
+    for _ in range(int(0.9 * free) // size):
+        block = bytearray(size)
+        block[::4096] = b"\1" * (size // 4096)
+        blocks.append(block)
+
+
+def prepare(path: Path, *, cold: bool) -> None:
+    """Drop the file from the page cache, or read it."""
+    with path.open("rb") as file:
+        if cold:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            while file.read(64 << 20):
+                pass
+
+
+def ours(path: Path) -> dict[str, Any]:
+    """Load once; return the seconds of the process, and what it measured itself."""
+    command = [sys.executable, "-c", CHILD, str(path), str(THREADS)]
+    start_s = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout)
-    return measured
+    return {"process_s": time.perf_counter() - start_s, **measured}
+
+
+def llama_cpp(path: Path) -> float:
+    """Load once; return the seconds of the process."""
+    tool = BUILDS["llama.cpp"] / "llama-bench"
+    shape = ["-p", "1", "-n", "0", "-r", "1", "--no-warmup"]
+    start_s = time.perf_counter()
+    subprocess.run(
+        [str(tool), "-m", str(path), "-t", str(THREADS), *shape],
+        env=environment("llama.cpp"),
+        check=True,
+        capture_output=True,
+    )
+    return time.perf_counter() - start_s
+
+
+def measure(name: str, path: Path, *, cold: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of one file and state of the page cache."""
+    own, peer = [], []
+    for round_ in range(arguments.rounds):
+        for engine in ("ours", "peer") if round_ % 2 else ("peer", "ours"):
+            if engine == "peer" and arguments.no_peer:
+                continue
+            prepare(path, cold=cold)
+            if engine == "ours":
+                own.append(ours(path))
+            else:
+                peer.append(llama_cpp(path))
+    row = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "threads": THREADS,
+        "model": name,
+        "cache": "cold" if cold else "warm",
+        "file_mb": round(path.stat().st_size / 1e6, 1),
+        "process_s": [round(run["process_s"], 3) for run in own],
+        "load_s": [round(run["load_s"], 3) for run in own],
+        "load_s_median": round(statistics.median(run["load_s"] for run in own), 3),
+        "packed_weights_mb": round(own[0]["packed_bytes"] / 1e6, 1),
+        "peak_rss_mb": round(max(run["peak_bytes"] for run in own) / 1e6, 1),
+    }
+    if peer:
+        row["llama_cpp_s"] = [round(seconds, 3) for seconds in peer]
+        row["llama_cpp_s_median"] = round(statistics.median(peer), 3)
+    return row
 
 
 def main() -> None:
-    """Measure and print one line per dtype."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", nargs="+", default=["auto", "bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    """Measure and print one line per file and state of the page cache."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=DEFAULT)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-peer", action="store_true", help="measure LLAISYS only")
     arguments = parser.parse_args()
-    path = resolve_model(arguments.model).path
-    for dtype in arguments.dtype:
-        runs = [load(path, dtype, arguments.threads) for _ in range(arguments.repeats)]
-        row = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": platform.machine(),
-            "threads": arguments.threads,
-            "model": arguments.model,
-            "dtype": dtype,
-            "file_mb": round(path.stat().st_size / 1e6, 1),
-            "load_s_median": round(statistics.median(run["load_s"] for run in runs), 3),
-            "load_s_best": round(min(run["load_s"] for run in runs), 3),
-            "packed_weights_mb": round(runs[0]["weights"] / 1e6, 1),
-            "peak_rss_mb": round(max(run["peak_rss"] for run in runs) / 1e6, 1),
-            "anonymous_mb": round(max(run["anonymous"] - run["anonymous_before"] for run in runs) / 1e6, 1),
-        }
-        print(json.dumps(row))
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    touch_memory()
+    for name in arguments.models:
+        path = resolve_model(name).path if name == EMBEDDED else MODELS / f"{name}.gguf"
+        for cold in (False, True):
+            row = measure(name, path, cold=cold, arguments=arguments)
+            print(json.dumps(row), flush=True)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

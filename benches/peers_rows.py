@@ -54,6 +54,7 @@ LONG = 8192  # tokens of a long prompt, and of the context that steps of `long` 
 SETTINGS: dict[str, list[str]] = {
     "experts-4bit": ["--temperature", "1"],
     "experts-8bit": ["--temperature", "1"],
+    "encoder-bf16": ["--encoder"],
     "long": ["--max-model-len", "16384"],
 }
 
