@@ -96,7 +96,7 @@ impl Rank {
         let ops = OpContext::new(kernels, pool, config.n_batch, Workspace::max_columns(model))?;
         let mut work = Workspace::new(model, config.n_batch)?;
         if config.max_loras > 0 {
-            work = work.with_lora(model, config.n_batch, config.max_lora_rank)?;
+            work = work.with_lora(config.n_batch, config.max_lora_rank)?;
         }
         let heads: Vec<KvHeads> = model.kv_layers().map(|index| model.kv_heads(index)).collect();
         let storage = Storage::new(&heads, config.n_cells, kv_dtype)?;

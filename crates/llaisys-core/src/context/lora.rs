@@ -5,9 +5,9 @@ use super::kv::Change;
 use crate::batch::Batch;
 use crate::error::{DeviceError, Error, Exhausted, LoraError, Result, Unsupported};
 use crate::faults::fault_point;
-use crate::forward::lora::{LoraAdapter, LoraPass};
+use crate::forward::lora::{LoraAdapter, LoraAdapters, LoraPass};
 use crate::load::lora::LoraCheckpoint;
-use crate::ops::lora::{LoraGroup, LoraRows};
+use crate::ops::lora::LoraGrouping;
 use crate::seq::SeqId;
 use std::ops::Range;
 use std::path::Path;
@@ -34,19 +34,17 @@ pub struct LoraInfo {
 /// The adapters, and the sequences that use them.
 #[derive(Debug)]
 pub(super) struct LoraBank {
-    /// By slot.
-    adapters: Vec<Option<LoraAdapter>>,
+    adapters: LoraAdapters,
     /// The slot of each sequence's adapter, by the slot of its id.
     of_seq: Vec<Option<u32>>,
     /// Scratch of [`LoraBank::pass`].
-    groups: Vec<LoraGroup>,
-    rows: Vec<u32>,
+    grouping: LoraGrouping,
 }
 
 impl LoraBank {
-    pub(super) fn new(max_loras: usize, n_seq_max: usize) -> Self {
-        let adapters = std::iter::repeat_with(|| None).take(max_loras).collect();
-        Self { adapters, of_seq: vec![None; n_seq_max], groups: Vec::new(), rows: Vec::new() }
+    pub(super) fn new(max_loras: usize, n_layers: usize, n_seq_max: usize) -> Self {
+        let adapters = LoraAdapters::new(max_loras, n_layers);
+        Self { adapters, of_seq: vec![None; n_seq_max], grouping: LoraGrouping::default() }
     }
 
     fn of(&self, id: SeqId) -> Option<u32> {
@@ -77,23 +75,9 @@ impl LoraBank {
 
     /// Groups some rows of a batch by adapter. None if they use none.
     pub(super) fn pass(&mut self, batch: &Batch, rows: Range<usize>) -> Option<LoraPass<'_>> {
-        self.groups.clear();
-        self.rows.clear();
-        let slot_of = |of_seq: &[Option<u32>], row: usize| of_seq[batch.row_seqs(row)[0].slot() as usize];
-        for row in rows.clone() {
-            let Some(slot) = slot_of(&self.of_seq, row) else { continue };
-            match self.groups.iter_mut().find(|group| group.slot == slot) {
-                Some(group) => group.n += 1,
-                None => self.groups.push(LoraGroup { slot, start: 0, n: 1 }),
-            }
-        }
-        for group in &mut self.groups {
-            group.start = self.rows.len();
-            let of_group = rows.clone().filter(|&row| slot_of(&self.of_seq, row) == Some(group.slot));
-            self.rows.extend(of_group.map(|row| (row - rows.start) as u32));
-        }
-        let rows = LoraRows { groups: &self.groups, rows: &self.rows };
-        (!self.groups.is_empty()).then_some(LoraPass { adapters: &self.adapters, rows })
+        let slots = rows.map(|row| self.of_seq[batch.row_seqs(row)[0].slot() as usize]);
+        let rows = self.grouping.group(slots)?;
+        Some(LoraPass { adapters: &self.adapters, rows })
     }
 }
 
@@ -109,7 +93,7 @@ impl Context {
             let supported = "contexts with max_loras of at least 1";
             return Err(Unsupported::feature("a LoRA adapter with max_loras", 0, supported).into());
         }
-        let free = self.loras.adapters.iter().position(Option::is_none);
+        let free = self.loras.adapters.free_slot();
         let slot = free.ok_or(Exhausted::LoraSlots { capacity })?;
         let checkpoint = LoraCheckpoint::open(path, &self.model, self.config.max_lora_rank)?;
         // Nothing of the context has changed, so it continues without the adapter.
@@ -119,7 +103,7 @@ impl Context {
             other => other,
         })?;
         let (hash, rank, n_bytes) = (format!("{:032x}", adapter.hash), adapter.rank, adapter.n_bytes());
-        self.loras.adapters[slot] = Some(adapter);
+        self.loras.adapters.insert(slot, adapter);
         Ok(LoraInfo { slot: slot as u32, hash, rank, n_bytes })
     }
 
@@ -131,7 +115,7 @@ impl Context {
         if n_sequences > 0 {
             return Err(LoraError::InUse { slot, n_sequences }.into());
         }
-        self.loras.adapters[slot as usize] = None;
+        self.loras.adapters.remove(slot);
         Ok(())
     }
 
@@ -151,7 +135,6 @@ impl Context {
     }
 
     fn check_lora(&self, slot: u32) -> Result<(), LoraError> {
-        let adapter = self.loras.adapters.get(slot as usize).and_then(Option::as_ref);
-        adapter.map(|_| ()).ok_or(LoraError::NotLoaded { slot })
+        if self.loras.adapters.is_loaded(slot) { Ok(()) } else { Err(LoraError::NotLoaded { slot }) }
     }
 }

@@ -193,7 +193,7 @@ impl Context {
             state_rows: is_recurrent.then(|| StateRows::new(config.n_seq_max)),
             kv,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
-            loras: LoraBank::new(config.max_loras, config.n_seq_max),
+            loras: LoraBank::new(config.max_loras, model.n_layers, config.n_seq_max),
             fingerprint,
             progress: Arc::default(),
             broken: false,

@@ -7,15 +7,15 @@
 //! summed where they join the residual stream, of which every rank has all columns.
 
 use super::journal::Journal;
-use super::lora::{GatedLayer, LoraAt, LoraPass, LoraProjections};
+use super::lora::{ATTN_GATE, LoraAt, LoraPass, LoraSite, lora_hidden};
 use super::workspace::{Activations, QkvRows};
 use crate::arch::config::ModelConfig;
 use crate::arch::spec::QkNorm;
 use crate::error::DeviceError;
 use crate::forward::weights::{Attention, FeedForward, LayerWeights, Mixer, Projection, Weights};
 use crate::ops::{
-    self, AttentionRows, Gate, KvHeads, LoraOutputs, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows,
-    RopeTable, Scoring,
+    self, AttentionRows, Gate, KvHeads, OpContext, PrunedArgmaxScratch, Queries, RecurrentRows, RopeTable,
+    Scoring,
 };
 use crate::tensor::{KvLayer, KvLayerMut};
 
@@ -178,23 +178,24 @@ impl Decoder {
         let (rows, w) = (pass.rows, &mut pass.w);
         let input = normalized(cx, layer.attn_norm.as_ref(), config.rms_eps, w.x, w.normed);
         let Qkv { q, k, v, attended } = Qkv::new(config, index, rows.tokens.len(), &mut w.qkv);
+        let site = LoraSite { layer: index, at: LoraAt::Attention };
+        let lora = lora_hidden(cx, rows.lora, site, input, w.lora_hidden);
         match (&weights.k, &weights.v) {
             (Some(w_k), Some(w_v)) => {
                 let parts = [weights.q.part(), w_k.part(), w_v.part()];
-                ops::linear(cx, input, &parts, &mut [&mut *q, &mut *k, &mut *v]);
+                ops::linear_lora(cx, input, &parts, lora, &mut [&mut *q, &mut *k, &mut *v]);
             }
             (Some(w_k), None) => {
-                ops::linear(cx, input, &[weights.q.part(), w_k.part()], &mut [&mut *q, &mut *k]);
+                let parts = [weights.q.part(), w_k.part()];
+                ops::linear_lora(cx, input, &parts, lora, &mut [&mut *q, &mut *k]);
             }
-            _ => ops::linear(cx, input, &[weights.q.part()], &mut [&mut *q]),
+            _ => ops::linear_lora(cx, input, &[weights.q.part()], lora, &mut [&mut *q]),
         }
         if let Some(weight) = &weights.gate {
-            ops::linear(cx, input, &[ops::LinearPart { weight, bias: None }], &mut [&mut *w.attn_gate]);
+            let (part, lora) =
+                (ops::LinearPart { weight, bias: None }, lora.map(|lora| lora.after(ATTN_GATE)));
+            ops::linear_lora(cx, input, &[part], lora, &mut [&mut *w.attn_gate]);
         }
-        let projections =
-            LoraProjections { layer: index, at: LoraAt::Attention, input, scratch: w.lora_hidden };
-        let outputs = &mut [&mut *q, &mut *k, &mut *v, &mut *w.attn_gate];
-        self.add_lora(cx, rows, projections, LoraOutputs::Separate(outputs));
         if let (Some(_), None) = (&weights.k, &weights.v) {
             v.copy_from_slice(k);
         }
@@ -230,9 +231,10 @@ impl Decoder {
         if weights.gate.is_some() {
             ops::sigmoid_gate(cx, attended, w.attn_gate);
         }
-        let lora = BranchLora { rows, layer: index, at: LoraAt::Attended, scratch: w.lora_hidden };
+        let site = LoraSite { layer: index, at: LoraAt::Attended };
+        let lora = rows.lora.map(|pass| BranchLora { pass, site, scratch: &mut *w.lora_hidden });
         let norm = layer.attn_post_norm.as_ref();
-        let branch = Branch { input: attended, projection: &weights.o, norm, lora: Some(lora) };
+        let branch = Branch { input: attended, projection: &weights.o, norm, lora };
         self.add_projection(cx, branch, w.x, w.normed)
     }
 
@@ -272,10 +274,12 @@ impl Decoder {
             FeedForward::Dense(mlp) => {
                 let n = input.len() / self.config.d_model;
                 let inner = &mut w.inner[..n * self.config.d_dense_of(index)];
-                let (scratch, gate_up) = (&mut *w.lora_hidden, &mut *w.lora_gate_up);
-                self.gated(cx, rows, GatedLayer { layer: index, mlp, input, scratch, gate_up }, inner);
-                let lora = BranchLora { rows, layer: index, at: LoraAt::Inner, scratch: w.lora_hidden };
-                let branch = Branch { input: inner, projection: &mlp.down, norm, lora: Some(lora) };
+                let site = LoraSite { layer: index, at: LoraAt::FeedForward };
+                let lora = lora_hidden(cx, rows.lora, site, input, w.lora_hidden);
+                ops::linear_gated_lora(cx, input, mlp.gated_part(self.gate), lora, inner);
+                let site = LoraSite { layer: index, at: LoraAt::Inner };
+                let lora = rows.lora.map(|pass| BranchLora { pass, site, scratch: &mut *w.lora_hidden });
+                let branch = Branch { input: inner, projection: &mlp.down, norm, lora };
                 self.add_projection(cx, branch, w.x, w.normed)
             }
         }
@@ -292,22 +296,17 @@ impl Decoder {
         scratch: &mut [f32],
     ) -> Result<(), DeviceError> {
         let Branch { input, projection: Projection { matrix, bias }, norm, lora } = branch;
-        let add_lora = |cx: &OpContext, input: &[f32], out: &mut [f32]| {
-            if let Some(BranchLora { rows, layer, at, scratch }) = lora {
-                let projections = LoraProjections { layer, at, input, scratch };
-                self.add_lora(cx, rows, projections, LoraOutputs::Separate(&mut [out]));
-            }
-        };
         if norm.is_some() || bias.is_some() || cx.collective.world() > 1 {
             let bias = bias.as_deref().filter(|_| cx.collective.rank() == 0);
-            ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias }], &mut [&mut *scratch]);
-            add_lora(cx, input, scratch);
+            let (part, lora) =
+                (ops::LinearPart { weight: matrix, bias }, BranchLora::hidden(lora, cx, input));
+            ops::linear_lora(cx, input, &[part], lora, &mut [&mut *scratch]);
             cx.collective.all_reduce_sum(scratch)?;
             self.add_branch(cx, scratch, norm, x);
         } else {
             ops::scale(cx, input, self.config.residual_scale);
-            ops::linear_add(cx, input, matrix, x);
-            add_lora(cx, input, x);
+            let lora = BranchLora::hidden(lora, cx, input);
+            ops::linear_add_lora(cx, input, matrix, lora, x);
         }
         Ok(())
     }
@@ -393,16 +392,24 @@ pub(super) struct Branch<'a> {
     pub(super) projection: &'a Projection,
     /// Norm of the projected values.
     pub(super) norm: Option<&'a Vec<f32>>,
-    /// The adapters of the projection; None if it can have none.
+    /// The adapters of the projection; None if no row uses one, or if the projection can have none.
     pub(super) lora: Option<BranchLora<'a>>,
 }
 
 /// The adapters of the projection of a branch.
 pub(super) struct BranchLora<'a> {
-    pub(super) rows: &'a ForwardRows<'a>,
-    pub(super) layer: usize,
-    pub(super) at: LoraAt,
+    pub(super) pass: LoraPass<'a>,
+    pub(super) site: LoraSite,
+    /// `[n, width]`
     pub(super) scratch: &'a mut [f32],
+}
+
+impl<'a> BranchLora<'a> {
+    /// As [`lora_hidden`].
+    fn hidden(lora: Option<Self>, cx: &OpContext, input: &'a [f32]) -> Option<ops::LoraHidden<'a>> {
+        let Self { pass, site, scratch } = lora?;
+        lora_hidden(cx, Some(pass), site, input, scratch)
+    }
 }
 
 /// One forward pass: its rows, the cache, and the activations.

@@ -2,11 +2,11 @@
 //! factor of each layer's output.
 
 use super::decoder::{Branch, Decoder, Pass};
-use super::lora::{GatedLayer, LoraAt, LoraProjections};
+use super::lora::{LoraAt, LoraSite, lora_hidden};
 use super::workspace::Gemma4Rows;
 use crate::error::DeviceError;
 use crate::forward::weights::{DenseBranch, LayerWeights};
-use crate::ops::{self, Columns, LinearPart, LoraOutputs, OpContext};
+use crate::ops::{self, Columns, LinearPart, OpContext};
 use std::borrow::Cow;
 use std::f32::consts::FRAC_1_SQRT_2;
 
@@ -71,13 +71,13 @@ impl Decoder {
         let (rows, w, eps) = (pass.rows, &mut pass.w, self.config().rms_eps);
         let layer = &self.weights.layers[index];
         let inner = &mut w.inner[..rows.tokens.len() * self.config().d_dense_of(index)];
-        let (scratch, gate_up) = (&mut *w.lora_hidden, &mut *w.lora_gate_up);
         let (mlp, out) = (&dense.mlp, &mut *w.gemma4.dense);
-        self.gated(cx, rows, GatedLayer { layer: index, mlp, input: w.normed, scratch, gate_up }, inner);
-        ops::linear(cx, inner, &[mlp.down.part()], &mut [&mut *out]);
-        let at = LoraAt::Inner;
-        let projections = LoraProjections { layer: index, at, input: inner, scratch: w.lora_hidden };
-        self.add_lora(cx, rows, projections, LoraOutputs::Separate(&mut [&mut *out]));
+        let site = LoraSite { layer: index, at: LoraAt::FeedForward };
+        let lora = lora_hidden(cx, rows.lora, site, w.normed, w.lora_hidden);
+        ops::linear_gated_lora(cx, w.normed, mlp.gated_part(self.gate()), lora, inner);
+        let site = LoraSite { layer: index, at: LoraAt::Inner };
+        let lora = lora_hidden(cx, rows.lora, site, inner, w.lora_hidden);
+        ops::linear_lora(cx, inner, &[mlp.down.part()], lora, &mut [&mut *out]);
         ops::rms_norm_in_place(cx, out, &dense.post_norm, eps);
         ops::rms_norm(cx, w.x, &dense.router_norm, eps, w.normed);
         self.route(cx, layer, w.normed, &mut w.experts);

@@ -3,8 +3,8 @@
 use super::lora::MODULES_MAX;
 use crate::arch::config::ModelConfig;
 use crate::error::{DeviceError, Result};
+use crate::ops::Routes;
 use crate::ops::lora::RANK_BLOCK;
-use crate::ops::{Routes, gate_up_rows};
 use crate::tensor::AlignedBuf;
 
 /// Activations of the rows of one forward pass, allocated once. Their memory is touched as row counts grow.
@@ -37,7 +37,6 @@ pub struct Workspace {
     delta: [AlignedBuf; 10],
     short_conv: [AlignedBuf; 3],
     lora_hidden: AlignedBuf,
-    lora_gate_up: AlignedBuf,
 }
 
 /// Elements in one row of each activation; 0 where the model does not need it.
@@ -72,8 +71,6 @@ struct Widths {
     dense_output: usize,
     /// Stacked ranks of LoRA adapters.
     lora_hidden: usize,
-    /// Outputs of gate and up, where adapters add to them.
-    lora_gate_up: usize,
 }
 
 impl Widths {
@@ -107,8 +104,8 @@ pub(super) struct Activations<'a> {
     pub(super) gemma4: Gemma4Rows<'a>,
     pub(super) delta: DeltaRows<'a>,
     pub(super) short_conv: ShortConvRows<'a>,
+    /// The products with A of LoRA adapters.
     pub(super) lora_hidden: &'a mut [f32],
-    pub(super) lora_gate_up: &'a mut [f32],
 }
 
 /// Queries, keys and values of the widest layer.
@@ -200,7 +197,6 @@ impl Workspace {
             layer_input: config.d_input(),
             dense_output: config.dense_output_width(),
             lora_hidden: 0,
-            lora_gate_up: 0,
         };
         let own = widths.delta().into_iter().chain(widths.gemma4()).sum::<usize>();
         debug_assert_eq!(
@@ -241,18 +237,14 @@ impl Workspace {
             rows: Vec::new(),
             weights: Vec::new(),
             lora_hidden: rows(0)?,
-            lora_gate_up: rows(0)?,
         })
     }
 
     /// Allocates what passes with LoRA adapters of ranks up to `max_rank` need in addition. Errors: no memory.
-    pub fn with_lora(mut self, config: &ModelConfig, n_rows: usize, max_rank: usize) -> Result<Self> {
-        self.widths.lora_hidden = (MODULES_MAX * max_rank).next_multiple_of(RANK_BLOCK);
-        let d_dense = (0..config.n_layers).map(|index| config.d_dense_of(index)).max().unwrap_or(0);
-        self.widths.lora_gate_up = gate_up_rows(d_dense);
-        let rows = |width: usize| AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>());
-        self.lora_hidden = rows(self.widths.lora_hidden)?;
-        self.lora_gate_up = rows(self.widths.lora_gate_up)?;
+    pub fn with_lora(mut self, n_rows: usize, max_rank: usize) -> Result<Self> {
+        let width = (MODULES_MAX * max_rank).next_multiple_of(RANK_BLOCK);
+        self.widths.lora_hidden = width;
+        self.lora_hidden = AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())?;
         Ok(self)
     }
 
@@ -294,7 +286,6 @@ impl Workspace {
             gemma4: Gemma4Rows { inputs, embedded, gate, dense },
             delta,
             lora_hidden: first(&mut self.lora_hidden, n * w.lora_hidden),
-            lora_gate_up: first(&mut self.lora_gate_up, n * w.lora_gate_up),
             x: first(&mut self.x, n * w.model),
             normed: first(&mut self.normed, n * w.model),
             qkv: QkvRows {

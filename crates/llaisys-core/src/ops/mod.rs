@@ -29,7 +29,7 @@ pub use cpu::delta_gates::delta_gates;
 pub use cpu::delta_rule::{DeltaInputs, Recurrence, delta_rule};
 pub use cpu::dispatch;
 pub use cpu::embed::embed;
-pub use cpu::gate::{ClampedSilu, Gate, GateBias, GatedSums, gate, gate_up_row, gate_up_rows};
+pub use cpu::gate::{ClampedSilu, Gate, GateBias, gate_up_row, gate_up_rows};
 pub use cpu::gated_norm::gated_norm;
 pub use cpu::gather::gather;
 pub use cpu::gelu::gelu;
@@ -38,9 +38,9 @@ pub use cpu::kv_store::kv_store;
 pub use cpu::layer_norm::{LayerNorm, layer_norm};
 pub use cpu::linear::{
     ExpertPart, ExpertScratch, GatedPart, LinearPart, Mixture, PrunedArgmaxScratch, experts, linear,
-    linear_add, linear_gated, pruned_argmax,
+    linear_add, linear_add_lora, linear_gated, linear_gated_lora, linear_lora, pruned_argmax,
 };
-pub use cpu::lora::{LoraInput, LoraOutputs, lora};
+pub use cpu::lora::{LoraHidden, LoraInput, lora};
 pub use cpu::multiply::multiply;
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{HeadWidths, RopeTable, rope, rope_shift};

@@ -1,29 +1,23 @@
-//! LoRA adapters (arXiv:2106.09685) in the forward pass: after a projection, each row that uses an adapter adds
+//! LoRA adapters (arXiv:2106.09685) in the forward pass: to a projection, each row that uses an adapter adds
 //! `scale * B (A x)`. The weights of the model are not changed, so one pass computes rows of several adapters and rows
 //! without one.
 
 mod pack;
 
-use crate::forward::weights::Mlp;
 use crate::ops::lora::{LoraProduct, LoraRows};
+use crate::ops::{self, LoraHidden, LoraInput, OpContext};
 
-pub(super) use pack::MODULES_MAX;
+pub(super) use pack::{ATTN_GATE, MODULES_MAX};
 
-/// A loaded adapter.
+/// A packed adapter.
 #[derive(Debug)]
 pub struct LoraAdapter {
-    layers: Vec<LayerLora>,
+    /// For each layer by [`LoraAt`].
+    layers: Vec<[Option<LoraProduct>; 4]>,
     /// The largest rank of a module.
     pub rank: usize,
     /// A hash of everything that the adapter adds to keys and values.
     pub hash: u128,
-}
-
-/// What an adapter adds to the projections of one layer.
-#[derive(Debug, Default)]
-struct LayerLora {
-    /// By [`LoraAt`].
-    products: [Option<LoraProduct>; 4],
 }
 
 /// An input of projections.
@@ -33,60 +27,90 @@ pub(super) enum LoraAt {
     Attention,
     /// The attended values: output projection (0).
     Attended,
-    /// That of the feed-forward block: gate (0), up (1).
+    /// That of the feed-forward block: gate and up, which are one matrix (0).
     FeedForward,
     /// The inner values of the feed-forward block: down (0).
     Inner,
 }
 
+/// An input of projections in a layer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LoraSite {
+    pub(super) layer: usize,
+    pub(super) at: LoraAt,
+}
+
 impl LoraAdapter {
     /// Bytes of all matrices.
     pub fn n_bytes(&self) -> usize {
-        let products = self.layers.iter().flat_map(|layer| layer.products.iter().flatten());
-        products.map(LoraProduct::n_bytes).sum()
+        self.layers.iter().flatten().flatten().map(LoraProduct::n_bytes).sum()
+    }
+}
+
+/// The loaded adapters by slot. An op reads those of one input, so they are kept by input.
+#[derive(Debug)]
+pub struct LoraAdapters {
+    is_loaded: Vec<bool>,
+    /// For each layer by [`LoraAt`], and by slot.
+    sites: Vec<[Vec<Option<Box<LoraProduct>>>; 4]>,
+}
+
+impl LoraAdapters {
+    /// Empty slots for adapters of a model with `n_layers`.
+    pub fn new(n_slots: usize, n_layers: usize) -> Self {
+        let empty = || (0..n_slots).map(|_| None).collect();
+        let sites = (0..n_layers).map(|_| std::array::from_fn(|_| empty())).collect();
+        Self { is_loaded: vec![false; n_slots], sites }
+    }
+
+    /// The first empty slot.
+    pub fn free_slot(&self) -> Option<usize> {
+        self.is_loaded.iter().position(|is_loaded| !is_loaded)
+    }
+
+    /// True if the slot exists and has an adapter.
+    pub fn is_loaded(&self, slot: u32) -> bool {
+        self.is_loaded.get(slot as usize).is_some_and(|&is_loaded| is_loaded)
+    }
+
+    /// Puts an adapter of the model into an empty slot.
+    pub fn insert(&mut self, slot: usize, adapter: LoraAdapter) {
+        self.is_loaded[slot] = true;
+        for (sites, products) in self.sites.iter_mut().zip(adapter.layers) {
+            for (site, product) in sites.iter_mut().zip(products) {
+                site[slot] = product.map(Box::new);
+            }
+        }
+    }
+
+    /// Frees the memory of the adapter in a slot.
+    pub fn remove(&mut self, slot: u32) {
+        let slot = slot as usize;
+        self.is_loaded[slot] = false;
+        self.sites.iter_mut().flatten().for_each(|site| site[slot] = None);
     }
 }
 
 /// The adapters of a pass.
 #[derive(Debug, Clone, Copy)]
 pub struct LoraPass<'a> {
-    /// By slot.
-    pub adapters: &'a [Option<LoraAdapter>],
-    /// The rows that use them, at least one.
+    /// All loaded adapters.
+    pub adapters: &'a LoraAdapters,
+    /// The adapters of the rows, at least one.
     pub rows: LoraRows<'a>,
 }
 
-impl<'a> LoraPass<'a> {
-    /// What the adapter in `slot` adds to the projections of an input.
-    pub(super) fn product(self, slot: u32, layer: usize, at: LoraAt) -> Option<&'a LoraProduct> {
-        let adapter = self.adapters[slot as usize].as_ref().expect("a slot in use has an adapter");
-        adapter.layers[layer].products[at as usize].as_ref()
-    }
-
-    /// True if an adapter of the pass changes the projections of an input.
-    pub(super) fn changes(self, layer: usize, at: LoraAt) -> bool {
-        self.rows.groups.iter().any(|group| self.product(group.slot, layer, at).is_some())
-    }
-}
-
-/// Projections of one input.
-pub(super) struct LoraProjections<'a> {
-    pub(super) layer: usize,
-    pub(super) at: LoraAt,
-    /// `[n, n_in]`
-    pub(super) input: &'a [f32],
-    /// `[n, width]`
-    pub(super) scratch: &'a mut [f32],
-}
-
-/// The gate and up projections of a dense layer.
-pub(super) struct GatedLayer<'a> {
-    pub(super) layer: usize,
-    pub(super) mlp: &'a Mlp,
-    /// `[n, d_model]`
-    pub(super) input: &'a [f32],
-    /// As in [`LoraProjections`].
-    pub(super) scratch: &'a mut [f32],
-    /// `[n, gate_up_rows(d_dense)]` of the widest layer.
-    pub(super) gate_up: &'a mut [f32],
+/// Computes what the adapters of a pass need to add to the projections of `input`, `[n, n_in]`. None if they add nothing.
+///
+/// - `scratch`: `[n, width]`
+pub(super) fn lora_hidden<'a>(
+    cx: &OpContext,
+    pass: Option<LoraPass<'a>>,
+    site: LoraSite,
+    input: &'a [f32],
+    scratch: &'a mut [f32],
+) -> Option<LoraHidden<'a>> {
+    let LoraPass { adapters, rows } = pass?;
+    let products = &adapters.sites[site.layer][site.at as usize];
+    ops::lora(cx, LoraInput { x: input, rows, products }, scratch)
 }

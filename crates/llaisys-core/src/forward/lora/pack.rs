@@ -1,21 +1,26 @@
 //! Packs the matrices of an adapter. The adapter's files can be closed afterwards.
 
-use super::{LayerLora, LoraAdapter, LoraAt};
+use super::LoraAdapter;
 use crate::arch::config::ModelConfig;
 use crate::arch::spec::{LayerWeight, WeightId};
 use crate::dtype::ComputeMode;
 use crate::error::Result;
 use crate::load::lora::{LoraCheckpoint, LoraModule};
-use crate::ops::lora::{LoraPanels, LoraPart, LoraProduct, OUT_BLOCK, PanelSizes, RANK_BLOCK};
+use crate::ops::lora::{LoraA, LoraB, LoraPart, LoraProduct, RANK_BLOCK};
+use crate::ops::{gate_up_row, gate_up_rows};
 use crate::threads::Pool;
+use std::ops::Range;
 
-/// The projections of each input, in the order of [`LoraAt`].
-const PROJECTIONS: [(LoraAt, &[LayerWeight]); 4] = [
-    (LoraAt::Attention, &[LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::AttnGate]),
-    (LoraAt::Attended, &[LayerWeight::O]),
-    (LoraAt::FeedForward, &[LayerWeight::Gate, LayerWeight::Up]),
-    (LoraAt::Inner, &[LayerWeight::Down]),
+/// The projections of each input, in the order of [`LoraAt`](super::LoraAt).
+const PROJECTIONS: [&[LayerWeight]; 4] = [
+    &[LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::AttnGate],
+    &[LayerWeight::O],
+    &[LayerWeight::Gate, LayerWeight::Up],
+    &[LayerWeight::Down],
 ];
+
+/// The number of the gate of attention among the projections of its input.
+pub(in crate::forward) const ATTN_GATE: usize = 3;
 
 /// The most modules of one input.
 pub(in crate::forward) const MODULES_MAX: usize = 4;
@@ -37,48 +42,93 @@ struct Packer<'a> {
     pool: &'a Pool,
 }
 
+/// A module of one input.
+struct Module {
+    /// The weight of the folder that it changes.
+    stored: LayerWeight,
+    matrices: LoraModule,
+    /// Its first rank among those of the input.
+    first_rank: usize,
+    /// B as in the folder.
+    b: Vec<f32>,
+}
+
+impl Module {
+    fn ranks(&self) -> Range<usize> {
+        self.first_rank..self.first_rank + self.matrices.rank
+    }
+}
+
 impl Packer<'_> {
-    fn layer(&self, layer: usize) -> Result<LayerLora> {
-        let mut made = LayerLora::default();
-        for (at, projections) in PROJECTIONS {
-            made.products[at as usize] = self.product(layer, projections)?;
+    fn layer(&self, layer: usize) -> Result<[Option<LoraProduct>; 4]> {
+        let mut made = [const { None }; 4];
+        for (product, projections) in made.iter_mut().zip(PROJECTIONS) {
+            *product = self.product(layer, projections)?;
         }
         Ok(made)
     }
 
     /// Stacks the modules of one input. Projections that the folder fuses have one module.
     fn product(&self, layer: usize, projections: &[LayerWeight]) -> Result<Option<LoraProduct>> {
-        let mut modules: Vec<(LayerWeight, LoraModule, usize)> = Vec::new();
+        let mut modules: Vec<Module> = Vec::new();
         let mut n_ranks = 0;
-        for (stored, _) in self.projections(projections).map(|(_, part)| self.model.stored_in(part)) {
-            let is_new = modules.iter().all(|(known, ..)| *known != stored);
-            if let Some(module) = self.adapter.module(layer, stored).filter(|_| is_new) {
-                modules.push((stored, module, n_ranks));
-                n_ranks += module.rank;
+        for (_, part) in self.projections(projections) {
+            let (stored, _) = self.model.stored_in(part);
+            let is_new = modules.iter().all(|module| module.stored != stored);
+            if let Some(matrices) = self.adapter.module(layer, stored).filter(|_| is_new) {
+                let b = self.adapter.b(matrices, self.pool)?;
+                modules.push(Module { stored, matrices, first_rank: n_ranks, b });
+                n_ranks += matrices.rank;
             }
         }
-        let Some(&(first, ..)) = modules.first() else { return Ok(None) };
+        let Some(first) = modules.first() else { return Ok(None) };
         let is_bf16 = self.mode != ComputeMode::Float32
-            && modules.iter().all(|(_, module, _)| self.adapter.is_bf16(*module));
-        let n_inner = self.model.shape(WeightId::Layer(layer, first))[1];
-        let sizes = PanelSizes { width: RANK_BLOCK, n_inner, n_columns: n_ranks };
-        let mut a = LoraPanels::zeroed(sizes, is_bf16)?;
+            && modules.iter().all(|module| self.adapter.is_bf16(module.matrices));
+        let n_in = self.model.shape(WeightId::Layer(layer, first.stored))[1];
+        let mut a = LoraA::zeroed(n_ranks, n_in, is_bf16)?;
         let mut scales = vec![0.0; n_ranks.next_multiple_of(RANK_BLOCK)];
-        let mut parts = Vec::new();
-        for &(stored, module, first_rank) in &modules {
-            for (j, row) in self.adapter.a(module, self.pool)?.chunks_exact(n_inner).enumerate() {
-                a.set_column(first_rank + j, row);
+        for module in &modules {
+            let of_a = self.adapter.a(module.matrices, self.pool)?;
+            for (rank, values) in module.ranks().zip(of_a.chunks_exact(n_in)) {
+                a.set_rank(rank, values);
             }
-            scales[first_rank..first_rank + module.rank].fill(module.scale);
-            let b = self.adapter.b(module, self.pool)?;
+            scales[module.ranks()].fill(module.matrices.scale);
+        }
+        let of = |part| {
+            let (stored, _) = self.model.stored_in(part);
+            modules.iter().find(|module| module.stored == stored)
+        };
+        let mut parts = Vec::new();
+        if let [LayerWeight::Gate, LayerWeight::Up] = projections {
+            let b = self.gate_up(layer, [of(LayerWeight::Gate), of(LayerWeight::Up)], is_bf16)?;
+            parts.push(LoraPart { target: 0, b });
+        } else {
             for (target, part) in self.projections(projections) {
-                if self.model.stored_in(part).0 == stored {
-                    let b = self.rows_of_b(layer, part, &b, is_bf16)?;
-                    parts.push(LoraPart { target, first_rank, b });
-                }
+                let Some(module) = of(part) else { continue };
+                let n_rows = self.model.shape(WeightId::Layer(layer, part))[0];
+                let mut b = LoraB::zeroed(n_rows, [module.ranks(), module.ranks()], is_bf16)?;
+                self.for_rows(layer, part, module, &mut |n, values| b.set_row(n, values));
+                parts.push(LoraPart { target, b });
             }
         }
         Ok(Some(LoraProduct { a, scales, parts }))
+    }
+
+    /// Packs B of gate and up, whose rows alternate as those of the weights.
+    fn gate_up(&self, layer: usize, modules: [Option<&Module>; 2], is_bf16: bool) -> Result<LoraB> {
+        let d_ff = self.model.shape(WeightId::Layer(layer, LayerWeight::Gate))[0];
+        let ranks = modules.map(|module| module.map_or(0..0, Module::ranks));
+        let mut b = LoraB::zeroed(gate_up_rows(d_ff), ranks, is_bf16)?;
+        for (part, is_up) in [(LayerWeight::Gate, false), (LayerWeight::Up, true)] {
+            let Some(module) = modules[usize::from(is_up)] else { continue };
+            let mut ours =
+                (0..gate_up_rows(d_ff)).filter(|&n| gate_up_row(d_ff, n).is_some_and(|(up, _)| up == is_up));
+            // In both orders the rows of a half ascend.
+            self.for_rows(layer, part, module, &mut |_, values| {
+                b.set_row(ours.next().expect("a packed row for each row"), values);
+            });
+        }
+        Ok(b)
     }
 
     /// The projections that the model has, each with its number.
@@ -91,20 +141,14 @@ impl Packer<'_> {
         parts.filter(move |(_, part)| has_gate || *part != LayerWeight::AttnGate)
     }
 
-    /// Packs the rows of B that belong to a projection, in the order of its outputs: from `b`, which has those of the
-    /// folder.
-    fn rows_of_b(&self, layer: usize, part: LayerWeight, b: &[f32], is_bf16: bool) -> Result<LoraPanels> {
-        let n_columns = self.model.shape(WeightId::Layer(layer, part))[0];
-        let (stored, map) = self.model.stored_in(part);
-        let rank = b.len() / self.model.shape(WeightId::Layer(layer, stored))[0];
-        let mut panels =
-            LoraPanels::zeroed(PanelSizes { width: OUT_BLOCK, n_inner: rank, n_columns }, is_bf16)?;
+    /// Calls `set` with each row of B that belongs to a projection, in the order of its outputs.
+    fn for_rows(&self, layer: usize, part: LayerWeight, module: &Module, set: &mut dyn FnMut(usize, &[f32])) {
+        let (rank, (_, map)) = (module.matrices.rank, self.model.stored_in(part));
         let is_rotated = matches!(part, LayerWeight::Q | LayerWeight::K);
-        for n in 0..n_columns {
+        for n in 0..self.model.shape(WeightId::Layer(layer, part))[0] {
             let rows = self.model.arch.folder_rope_rows;
             let row = if is_rotated { rows.stored_row(n, self.model.head_widths(layer)) } else { n };
-            panels.set_column(n, &b[map.row(row) * rank..][..rank]);
+            set(n, &module.b[map.row(row) * rank..][..rank]);
         }
-        Ok(panels)
     }
 }

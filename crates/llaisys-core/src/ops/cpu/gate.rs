@@ -8,13 +8,11 @@
 //! which has no cancellation. With u = sqrt(2/pi) (x + 0.044715 x^3), the exponent is x (a + b x^2).
 
 use super::gelu::gelu_of;
-use super::isa::lanes::{Kernel, Lanes, exp};
-use super::rows::for_row_runs;
-use crate::ops::OpContext;
+use super::isa::lanes::{Lanes, exp};
 use crate::ops::packed::PANEL;
 
 /// Columns of gate, and of up, in one panel of the interleaved matrix.
-pub(super) const HALF_PANEL: usize = PANEL / 2;
+pub(in crate::ops) const HALF_PANEL: usize = PANEL / 2;
 
 /// -2 sqrt(2/pi)
 const GELU_A: f32 = -1.595_769_2;
@@ -32,60 +30,6 @@ pub fn gate_up_row(d_ff: usize, n: usize) -> Option<(bool, usize)> {
     let (panel, c) = (n / PANEL, n % PANEL);
     let row = panel * HALF_PANEL + c % HALF_PANEL;
     (row < d_ff).then_some((c >= HALF_PANEL, row))
-}
-
-/// The outputs of gate and up, and what remains to be done with them.
-#[derive(Debug, Clone, Copy)]
-pub struct GatedSums<'a> {
-    /// `[n, gate_up_rows(d_ff)]`, interleaved as in [`gate_up_row`].
-    pub gate_up: &'a [f32],
-    /// The biases, which are not yet in the sums.
-    pub bias: Option<GateBias<'a>>,
-    /// The activation of the gate.
-    pub gate: Gate,
-}
-
-/// `inner = G(gate + gate_bias) * (up + up_bias)`: from the same sums, the bits of
-/// [`linear_gated`](super::linear::linear_gated).
-///
-/// - `inner`: `[n, d_ff]`
-///
-/// Panics if shapes disagree.
-pub fn gate(cx: &OpContext, sums: GatedSums<'_>, d_ff: usize, inner: &mut [f32]) {
-    let GatedSums { gate_up, bias, gate } = sums;
-    let width = gate_up_rows(d_ff);
-    assert_eq!(gate_up.len() / width, inner.len() / d_ff, "rows of gate and up");
-    let isa = cx.kernels.proof();
-    for_row_runs(&cx.pool, inner, d_ff, &|first, inner| {
-        let gate_up = &gate_up[first * width..][..inner.len() / d_ff * width];
-        isa.run(Products { gate_up, d_ff, gate, bias, inner });
-    });
-}
-
-struct Products<'a> {
-    gate_up: &'a [f32],
-    d_ff: usize,
-    gate: Gate,
-    bias: Option<GateBias<'a>>,
-    inner: &'a mut [f32],
-}
-
-impl Kernel for Products<'_> {
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        let rows = self.gate_up.chunks_exact(gate_up_rows(self.d_ff));
-        for (sums, inner) in rows.zip(self.inner.chunks_exact_mut(self.d_ff)) {
-            for (p, (sums, inner)) in sums.chunks_exact(PANEL).zip(inner.chunks_mut(HALF_PANEL)).enumerate() {
-                let mut panel = [[0.0; PANEL]];
-                panel[0].copy_from_slice(sums);
-                if let Some(bias) = self.bias {
-                    bias.add(lanes, p * HALF_PANEL, &mut panel);
-                }
-                self.gate.apply(lanes, &mut panel);
-                inner.copy_from_slice(&panel[0][..inner.len()]);
-            }
-        }
-    }
 }
 
 /// The biases of gate and up, `[d_ff]` each.

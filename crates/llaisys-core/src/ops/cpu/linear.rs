@@ -12,6 +12,8 @@ mod avx2;
 mod avx512;
 #[deny(unsafe_code)]
 mod epilogue;
+#[deny(unsafe_code)]
+mod expand;
 mod experts;
 #[cfg(target_arch = "x86_64")]
 #[deny(unsafe_code)]
@@ -25,10 +27,12 @@ mod scalar;
 use super::activations::{Activations, Form, Inputs, Packing, RowBlocks, Rows};
 use super::gate::{Gate, GateBias, gate_up_rows};
 use super::isa::Isa;
+use super::lora::LoraHidden;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
 use epilogue::{Combine, Epilogue, Finish};
+use expand::{Expand, PanelRows};
 use prefetch::{PanelBlock, Prefetch, fetch};
 use std::ops::Range;
 
@@ -78,6 +82,8 @@ pub struct LinearPart<'a> {
 struct Target<'a> {
     weight: &'a PackedMatrix,
     epilogue: Epilogue<'a>,
+    /// What adapters add to the products.
+    lora: Option<LoraHidden<'a>>,
     /// `[n, n_columns]`
     out: &'a Disjoint<'a, f32>,
     n_columns: usize,
@@ -105,15 +111,27 @@ struct Packed<'a> {
 ///
 /// Panics if shapes disagree, if there are more than 4 parts, or `x` exceeds the context's scratch.
 pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mut [&mut [f32]]) {
+    linear_lora(cx, x, parts, None, outs);
+}
+
+/// [`linear`], then the rows that use adapters add their products: `lora` numbers the matrices as `parts`.
+pub fn linear_lora(
+    cx: &mut OpContext,
+    x: &[f32],
+    parts: &[LinearPart<'_>],
+    lora: Option<LoraHidden<'_>>,
+    outs: &mut [&mut [f32]],
+) {
     assert!(parts.len() == outs.len() && parts.len() <= MAX_PARTS, "{} parts", parts.len());
     let mut outs = outs.iter_mut();
     let outs: [Option<Disjoint<'_, f32>>; MAX_PARTS] =
         std::array::from_fn(|_| outs.next().map(|out| Disjoint::new(out)));
     let mut pairs = parts.iter().zip(outs.iter().flatten());
-    let targets: [Option<Target<'_>>; MAX_PARTS] = std::array::from_fn(|_| {
+    let targets: [Option<Target<'_>>; MAX_PARTS] = std::array::from_fn(|i| {
         pairs.next().map(|(part, out)| Target {
             weight: part.weight,
             epilogue: part.bias.map_or(Epilogue::Store, Epilogue::Bias),
+            lora: lora.map(|lora| lora.after(i)),
             out,
             n_columns: part.weight.n_rows(),
         })
@@ -127,9 +145,20 @@ pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mu
 ///
 /// Panics as [`linear`] does.
 pub fn linear_add(cx: &mut OpContext, x: &[f32], weight: &PackedMatrix, y: &mut [f32]) {
+    linear_add_lora(cx, x, weight, None, y);
+}
+
+/// [`linear_add`], then the rows that use adapters add their products.
+pub fn linear_add_lora(
+    cx: &mut OpContext,
+    x: &[f32],
+    weight: &PackedMatrix,
+    lora: Option<LoraHidden<'_>>,
+    y: &mut [f32],
+) {
     let n_columns = weight.n_rows();
     let out = &Disjoint::new(y);
-    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out, n_columns })]);
+    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, lora, out, n_columns })]);
 }
 
 /// The first half of a gated feed-forward block.
@@ -150,13 +179,24 @@ pub struct GatedPart<'a> {
 ///
 /// Panics as [`linear`] does.
 pub fn linear_gated(cx: &mut OpContext, x: &[f32], part: GatedPart<'_>, inner: &mut [f32]) {
+    linear_gated_lora(cx, x, part, None, inner);
+}
+
+/// [`linear_gated`], where the rows that use adapters add their products to gates and ups before the biases.
+pub fn linear_gated_lora(
+    cx: &mut OpContext,
+    x: &[f32],
+    part: GatedPart<'_>,
+    lora: Option<LoraHidden<'_>>,
+    inner: &mut [f32],
+) {
     let GatedPart { gate_up, bias, gate } = part;
     let n_rows = x.len() / gate_up.n_columns();
     let n_columns = inner.len().checked_div(n_rows).unwrap_or(0);
     let wide = n_rows == 0 || gate_up_rows(n_columns) == gate_up.n_rows();
     assert!(wide, "{n_columns} outputs, but gate_up has {} rows", gate_up.n_rows());
     let (epilogue, out) = (Epilogue::Gate(gate, bias), &Disjoint::new(inner));
-    product(cx, x, &[Some(Target { weight: gate_up, epilogue, out, n_columns })]);
+    product(cx, x, &[Some(Target { weight: gate_up, epilogue, lora, out, n_columns })]);
 }
 
 fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
@@ -180,6 +220,9 @@ fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
 fn check(target: &Target<'_>, x: Rows<'_>) {
     let n_columns = target.n_columns;
     assert_eq!(x.n_columns, target.weight.n_columns(), "inputs and weights differ in width");
+    if let Some(lora) = target.lora {
+        lora.check(x.n_rows, target.weight.n_rows());
+    }
     if let Epilogue::Combine(Combine { bias, rows, weights }) = target.epilogue {
         assert!(rows.len() == x.n_rows && weights.len() == x.n_rows, "rows and weights of wrong shape");
         assert_eq!(n_columns, target.weight.n_rows(), "output of wrong shape");
@@ -322,6 +365,15 @@ impl Packed<'_> {
             if let Epilogue::Bounds(bounds) = target.epilogue {
                 bounds.apply(self.isa, p, rows.clone(), &mut tile.0);
             }
+            let expand = |lora: LoraHidden<'_>, y: PanelRows<'_>| {
+                let first_row = blocks.rows(own.start).start;
+                self.isa.run(Expand { lora, p, rows: rows.clone(), first_row, y });
+            };
+            if let Some(lora) = target.lora
+                && target.epilogue.takes_lora_in_tile()
+            {
+                expand(lora, PanelRows::Tile(&mut tile.0[..rows.len()]));
+            }
             // SAFETY: this call alone has these rows of this panel's columns, and what `Finish` writes is inside them.
             let out = unsafe { target.out.writer() };
             self.isa.run(Finish {
@@ -332,6 +384,16 @@ impl Packed<'_> {
                 row: rows.start,
                 columns: columns.clone(),
             });
+            if let Some(lora) = target.lora
+                && !target.epilogue.takes_lora_in_tile()
+            {
+                // SAFETY: as above; the other writer is gone.
+                let out = unsafe { target.out.writer() };
+                expand(
+                    lora,
+                    PanelRows::Written { out, n_columns: target.n_columns, columns: columns.clone() },
+                );
+            }
         }
     }
 }

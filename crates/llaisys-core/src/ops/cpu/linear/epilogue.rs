@@ -52,6 +52,12 @@ impl Epilogue<'_> {
         }
     }
 
+    /// True if adapters add to the sums, because this step keeps the sums or needs all of them. Otherwise they add to what
+    /// it has written: a product of the base is complete, with its bias, before those of adapters are added.
+    pub(super) fn takes_lora_in_tile(self) -> bool {
+        matches!(self, Epilogue::Store | Epilogue::Gate(..))
+    }
+
     /// The columns of the output that panel `p` determines, out of `n`.
     pub(super) fn columns(self, p: usize, n: usize) -> Range<usize> {
         let width = match self {

@@ -84,13 +84,14 @@ pub fn experts(
         let gates = |i: usize| {
             let GatedPart { gate_up, bias, gate } = part(chunk[i].expert).gated;
             assert_eq!(gate_up.n_rows(), gate_up_rows(d_ff), "experts of different width");
-            Target { weight: gate_up, epilogue: Epilogue::Gate(gate, bias), out: &out, n_columns: d_ff }
+            let epilogue = Epilogue::Gate(gate, bias);
+            Target { weight: gate_up, epilogue, lora: None, out: &out, n_columns: d_ff }
         };
         product(cx, gathered, Groups { n: n_groups, rows: &group, target: &gates });
         let combine = |i: usize| {
             let LinearPart { weight, bias } = part(chunk[i].expert).down;
             let epilogue = Epilogue::Combine(Combine { bias, rows, weights });
-            Target { weight, epilogue, out: &y, n_columns: d_model }
+            Target { weight, epilogue, lora: None, out: &y, n_columns: d_model }
         };
         product(cx, inner, Groups { n: n_groups, rows: &group, target: &combine });
         rest = after;

@@ -140,7 +140,7 @@ impl PrunedArgmaxScratch {
         self.ends.resize(n_rows * n_columns, 0.0);
         let epilogue = Epilogue::Bounds(Bounds { bounds, factors: &self.factors });
         let out = &Disjoint::new(&mut self.ends);
-        let targets = [Some(Target { weight: bounds.copy(), epilogue, out, n_columns })];
+        let targets = [Some(Target { weight: bounds.copy(), epilogue, lora: None, out, n_columns })];
         let packed = Packed { isa, activations: &cx.activations };
         Region { packed, n_rows, targets: &targets }.run(&cx.pool);
     }
