@@ -1,8 +1,7 @@
 //! The matrices of LoRA adapters as [`lora`](super::lora) and the products of the base read them, and the rows of a pass
 //! that use adapters.
 
-use super::cpu::gate::HALF_PANEL;
-use super::packed::PANEL;
+use super::packed::{HALF_PANEL, PANEL};
 use crate::error::DeviceError;
 use crate::tensor::AlignedBuf;
 use half::bf16;

@@ -60,6 +60,8 @@ use std::ops::Range;
 
 /// Outputs in a panel.
 pub(crate) const PANEL: usize = 32;
+/// Columns of gate, and of up, in one panel of their interleaved matrix.
+pub(crate) const HALF_PANEL: usize = PANEL / 2;
 
 /// The format in which a packed matrix stores its elements; the table above compares the formats.
 ///

@@ -9,10 +9,7 @@
 
 use super::gelu::gelu_of;
 use super::isa::lanes::{Lanes, exp};
-use crate::ops::packed::PANEL;
-
-/// Columns of gate, and of up, in one panel of the interleaved matrix.
-pub(in crate::ops) const HALF_PANEL: usize = PANEL / 2;
+use crate::ops::packed::{HALF_PANEL, PANEL};
 
 /// -2 sqrt(2/pi)
 const GELU_A: f32 = -1.595_769_2;

@@ -1,9 +1,9 @@
 //! What is computed from a tile's sums, and where it is written.
 
 use super::pruned_argmax::Bounds;
-use crate::ops::cpu::gate::{Gate, GateBias, HALF_PANEL};
+use crate::ops::cpu::gate::{Gate, GateBias};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes};
-use crate::ops::packed::PANEL;
+use crate::ops::packed::{HALF_PANEL, PANEL};
 use crate::threads::DisjointWriter;
 use std::ops::Range;
 

@@ -1,10 +1,9 @@
 //! The second half of `lora`: the products with B of a panel's outputs, which are added to them in the first-level cache.
 
-use crate::ops::cpu::gate::HALF_PANEL;
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes};
 use crate::ops::cpu::lora::{LoraHidden, Number};
 use crate::ops::lora::{LoraB, LoraRun, Numbers};
-use crate::ops::packed::PANEL;
+use crate::ops::packed::{HALF_PANEL, PANEL};
 use crate::threads::DisjointWriter;
 use std::ops::Range;
 
