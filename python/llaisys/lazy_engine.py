@@ -43,12 +43,17 @@ class LazyEngine:
             await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
 
     async def get(self) -> EngineClient:
-        """Return the loaded engine. A failed load raises EngineDeadError, because the request is valid."""
+        """Return the loaded engine. Raises EngineDeadError if the load fails or `close` was called meanwhile.
+
+        A failed load is not a rejection, because the request is valid.
+        """
         try:
             await self.load()
         except LlaisysError as error:
             log.error("the model %s cannot be loaded: %s", self._name, error)
             raise EngineDeadError(f"the model cannot be loaded: {error}") from error
+        if self._closed:  # otherwise the engine could complete the request before `close` stops it
+            raise EngineDeadError("shutting down: no new requests")
         assert self.client is not None
         return self.client
 
