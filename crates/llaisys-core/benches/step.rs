@@ -284,7 +284,7 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
         ops::kv_store(cx, KvLayerMut { dtype, n_kv_heads, d_head, k, v }, &r.cells, &r.k, &r.v);
         laps.lap(4);
         let cells = KvLayer { dtype, n_kv_heads, d_head, k: &layer.k, v: &layer.v };
-        let rows = AttentionRows { cells: &r.listed, rows: &r.seen, window: None };
+        let rows = AttentionRows { cells: &r.listed, rows: &r.seen, window: None, n_shared: &[] };
         let scoring = Scoring { scale: 0.125, soft_cap: None };
         ops::attention(cx, Queries { q: &r.q, scoring, sinks: None }, cells, rows, &mut r.attended);
         laps.lap(5);

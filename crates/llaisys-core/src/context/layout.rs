@@ -11,6 +11,8 @@ pub(super) struct Layout {
     /// Visible cells of each sequence in position order, one sequence after the other.
     cells: Vec<u32>,
     rows: Vec<AttentionRow>,
+    /// As in [`AttentionRows`].
+    n_shared: Vec<u32>,
     by_slot: Vec<SlotRange>,
     /// The same for layers with a sliding window, if the model has any.
     windowed: Option<WindowRows>,
@@ -53,7 +55,7 @@ impl Layout {
     pub(super) fn new(n_seq_max: usize, window: Option<usize>) -> Self {
         let windowed = window.map(|window| WindowRows { window, cells: Vec::new(), rows: Vec::new() });
         let by_slot = vec![SlotRange::default(); n_seq_max];
-        Self { cells: Vec::new(), rows: Vec::new(), by_slot, windowed }
+        Self { cells: Vec::new(), rows: Vec::new(), n_shared: Vec::new(), by_slot, windowed }
     }
 
     /// Lists the cells that `rows` of `batch` see. `row_cells` is the cell of each row of the batch, already linked in
@@ -61,6 +63,7 @@ impl Layout {
     pub(super) fn fill(&mut self, kv: &KvCache, batch: &Batch, row_cells: &[u32], rows: Range<usize>) {
         self.cells.clear();
         self.rows.clear();
+        self.n_shared.clear();
         if let Some(windowed) = &mut self.windowed {
             windowed.cells.clear();
             windowed.rows.clear();
@@ -85,6 +88,11 @@ impl Layout {
             let end = range.end - n_after;
             assert_eq!(self.cells[end - 1], row_cells[row], "the last cell that a row sees is its own");
             let n_visible = (end - range.start) as u32;
+            let before = self.rows.last().filter(|_| is_first);
+            let before =
+                before.map_or(&[][..], |row| &self.cells[row.start as usize..][..row.n_visible as usize]);
+            let n_shared = n_common(before, &self.cells[range.start..]);
+            self.n_shared.push(n_shared as u32);
             self.rows.push(AttentionRow { start: range.start as u32, n_hidden: 0, n_visible });
             if let Some(windowed) = &mut self.windowed {
                 let listed = &self.cells[range.start..range.end];
@@ -95,14 +103,21 @@ impl Layout {
 
     /// The rows of the last [`Layout::fill`] in layers without a window.
     pub(super) fn attention(&self) -> AttentionRows<'_> {
-        AttentionRows { cells: &self.cells, rows: &self.rows, window: None }
+        AttentionRows { cells: &self.cells, rows: &self.rows, window: None, n_shared: &self.n_shared }
     }
 
     /// The rows of the last [`Layout::fill`] in layers with a sliding window.
     pub(super) fn windowed(&self) -> Option<AttentionRows<'_>> {
         let windowed = self.windowed.as_ref()?;
-        Some(AttentionRows { cells: &windowed.cells, rows: &windowed.rows, window: Some(windowed.window) })
+        let WindowRows { window, cells, rows } = windowed;
+        Some(AttentionRows { cells, rows, window: Some(*window), n_shared: &[] })
     }
+}
+
+/// The number of equal cells at the start of two lists, in whole pieces of 128.
+fn n_common(a: &[u32], b: &[u32]) -> usize {
+    let (a, b) = (a.as_chunks::<128>().0, b.as_chunks::<128>().0);
+    128 * a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
 impl WindowRows {

@@ -228,7 +228,7 @@ impl Encoder {
         }
         ops::kv_store(cx, kv.layer_mut(0), &work.cells, k, v);
         let seen = if is_local { &work.local } else { &work.all };
-        let seen = AttentionRows { cells: &work.cells, rows: seen, window: None };
+        let seen = AttentionRows { cells: &work.cells, rows: seen, window: None, n_shared: &[] };
         let scoring = Scoring { scale: 1.0 / (d_head as f32).sqrt(), soft_cap: None };
         let attended = first(&mut work.attended, len);
         ops::attention(cx, Queries { q, scoring, sinks: None }, kv.layer(0), seen, attended);

@@ -64,6 +64,7 @@ fn pass(
         cells: &cells[..range.end],
         rows: &range.clone().map(row).collect::<Vec<_>>(),
         window: None,
+        n_shared: &[],
     };
     let rows = ForwardRows {
         tokens: &tokens[range.clone()],

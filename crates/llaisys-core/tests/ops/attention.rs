@@ -22,7 +22,7 @@ fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
 /// Computes each row in a separate call. With a window, the list begins at the last boundary before the visible cells,
 /// and has the number of a visible cell for hidden ones.
 fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
-    let AttentionRows { cells, rows, window } = input.rows();
+    let AttentionRows { cells, rows, window, .. } = input.rows();
     let row_len = input.q.len() / rows.len().max(1);
     let mut out = vec![f32::NAN; input.q.len()];
     for (i, row) in rows.iter().enumerate() {
@@ -35,7 +35,7 @@ fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
             let (n_hidden, n_visible) = (n_hidden - cut, n_visible - cut);
             row = AttentionRow { start: start + cut, n_hidden, n_visible };
         }
-        let rows = AttentionRows { cells: &own, rows: std::slice::from_ref(&row), window };
+        let rows = AttentionRows { cells: &own, rows: std::slice::from_ref(&row), window, n_shared: &[] };
         let q = input.queries_of(&input.q[place.clone()]);
         attention(cx, q, input.layer(), rows, &mut out[place]);
     }
@@ -184,7 +184,7 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
                     AttentionRow { start: row.start, n_hidden, n_visible }
                 })
                 .collect();
-            let all = AttentionRows { cells, rows: &rows, window: None };
+            let all = AttentionRows { cells, rows: &rows, window: None, n_shared: &[] };
             let want = reference::attention::attention(
                 Queries { scoring, ..input.queries_of(&q) },
                 input.numbers(),
@@ -199,7 +199,7 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
                     assert!((f64::from(*got) - want).abs() <= input.tolerance(), "{isa:?} {len} {window:?}");
                 }
                 for (i, want) in got.chunks(row_len).enumerate().step_by(13) {
-                    let rows = AttentionRows { cells, rows: &rows[i..=i], window: None };
+                    let rows = AttentionRows { cells, rows: &rows[i..=i], window: None, n_shared: &[] };
                     let mut alone = vec![f32::NAN; row_len];
                     let q = input.queries_of(&input.q[i * row_len..(i + 1) * row_len]);
                     attention(&mut context(isa, 1), q, input.layer(), rows, &mut alone);

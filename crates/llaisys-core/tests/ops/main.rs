@@ -20,6 +20,7 @@ mod pruned_head;
 mod recurrent;
 mod rowwise;
 mod sampling;
+mod shared_prefix;
 mod stall;
 mod tensor;
 mod threads;

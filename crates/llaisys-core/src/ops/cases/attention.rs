@@ -279,7 +279,7 @@ impl AttentionInput {
 
     /// The cells that the batch's rows see.
     pub fn rows(&self) -> AttentionRows<'_> {
-        AttentionRows { cells: &self.cells, rows: &self.rows, window: self.window }
+        AttentionRows { cells: &self.cells, rows: &self.rows, window: self.window, n_shared: &[] }
     }
 
     /// Queries as the op multiplies them: times the scale, then rounded to bf16 if keys are multiplied as bf16. Returns

@@ -21,7 +21,9 @@
 //! Therefore no bit depends on which rows are computed together, on which thread, or in which cells. Work is cut into
 //! items: some rows of one sequence (a chunk) x the query heads of one KV head. If there are few items, they are single
 //! rows x KV heads x spans; if there are many, single rows x all heads. Rows of a chunk share the transposed keys and
-//! the packed values. Only listed cells are read.
+//! the packed values. A chunk may have rows of several sequences whose lists begin with the same cells, most of the
+//! list: the spans of these cells are computed for all of its rows, then each sequence's other spans for its rows
+//! ("cascade", arXiv:2402.05099). Only listed cells are read.
 
 #![allow(unsafe_code, reason = "workers write disjoint heads and scratch")]
 
@@ -32,6 +34,8 @@ mod item;
 #[deny(unsafe_code)]
 mod scratch;
 #[deny(unsafe_code)]
+mod softmax;
+#[deny(unsafe_code)]
 mod tile;
 
 use super::kv_element::KvElement;
@@ -40,8 +44,9 @@ use crate::ops::OpContext;
 use crate::tensor::KvLayer;
 use crate::threads::{Chunks, Disjoint};
 use half::f16;
-use item::{Compute, Item, MergeSpans, STATE};
-use scratch::{AREA, Chunk};
+use item::{Compute, Item};
+use scratch::{AREA, Chunk, Heights};
+use softmax::{MergeSpans, STATE};
 use std::ops::Range;
 
 pub(crate) use scratch::Scratch;
@@ -58,6 +63,8 @@ const MAX_ITEM_HEADS: usize = 32;
 const MAX_ITEM_ROWS: usize = 96;
 /// Items per thread to aim for: with fewer, threads wait for the last one.
 const ITEMS_PER_THREAD: usize = 4;
+/// The same for rows of several sequences with a common prefix.
+const SHARED_ITEMS_PER_THREAD: usize = 2;
 /// The most rows whose spans may be computed separately.
 const MAX_SPLIT_ROWS: usize = 16;
 
@@ -72,6 +79,9 @@ pub struct AttentionRows<'a> {
     pub rows: &'a [AttentionRow],
     /// The sliding window of the rows; `None` if they see everything before them.
     pub window: Option<usize>,
+    /// For each row, how many cells at the start of its list are also those of the row before it; it may be fewer than
+    /// there are. Empty: not known. It only affects the speed.
+    pub n_shared: &'a [u32],
 }
 
 /// A row sees `cells[start + n_hidden..start + n_visible]`.
@@ -131,6 +141,14 @@ impl AttentionRows<'_> {
             Some(window) => window_span(window),
             None => BLOCK * row.n().div_ceil(BLOCK * MAX_SPANS).next_power_of_two(),
         }
+    }
+
+    /// How many cells at the start of the list of row `index` are also those of the row before it.
+    fn n_shared(&self, index: usize) -> usize {
+        if self.rows[index].start == self.rows[index - 1].start {
+            return usize::MAX;
+        }
+        self.n_shared.get(index).map_or(0, |&n| n as usize)
     }
 
     /// The spans of the list that contain cells `row` sees.
@@ -326,7 +344,11 @@ fn cut<T>(job: &Job<'_, T>, n_threads: usize, n_partials: usize, chunks: &mut Ve
         && n_spans <= MAX_SPANS
         && rows.len() * partials_of_row(job.heads) <= n_partials;
     let highest = MAX_ITEM_ROWS / job.heads.group().min(MAX_ITEM_HEADS);
-    scratch::cut_rows(job.rows, n_items.div_ceil(wanted).clamp(1, highest), chunks);
+    let height = n_items.div_ceil(wanted).clamp(1, highest);
+    // Rows of a prefix that is read once are worth more than an even distribution.
+    let shared =
+        if split { 1 } else { n_items.div_ceil(SHARED_ITEMS_PER_THREAD * n_threads).clamp(1, highest) };
+    scratch::cut_rows(job.rows, Heights { same_list: height, same_start: shared }, chunks);
     if split { n_spans } else { 1 }
 }
 

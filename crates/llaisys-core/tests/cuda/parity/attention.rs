@@ -172,7 +172,8 @@ impl Built {
     /// with a relative root mean square of 2^-9 / sqrt(3) each (2^-12 in f16). The bound is three times as large as
     /// both, for sums of few weights and for the truncation of the tensor cores.
     fn check(&self, got: &[f32]) {
-        let rows = AttentionRows { cells: &self.cells, rows: &self.rows, window: self.case.window };
+        let rows =
+            AttentionRows { cells: &self.cells, rows: &self.rows, window: self.case.window, n_shared: &[] };
         let (n_kv_heads, d_head) = (self.case.heads.1, self.case.d_head);
         let cells = Cells { n_kv_heads, d_head, k: &self.k, v: &self.v };
         let scoring = Scoring { scale: self.attention.score_scale, soft_cap: None };

@@ -74,7 +74,7 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
             let row = |position| AttentionRow { start, n_hidden: 0, n_visible: position as u32 + 1 };
             rows.extend(range.clone().map(row));
         }
-        let attention = AttentionRows { cells: &listed, rows: &rows, window: None };
+        let attention = AttentionRows { cells: &listed, rows: &rows, window: None, n_shared: &[] };
         let rows = ForwardRows {
             tokens: &tokens,
             positions: &positions,

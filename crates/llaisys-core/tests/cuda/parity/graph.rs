@@ -42,7 +42,7 @@ impl Step {
     }
 
     fn forward(&self, decoder: &DeviceDecoder, device: &dyn Device) -> DevicePtr {
-        let attention = AttentionRows { cells: &self.listed, rows: &self.rows, window: None };
+        let attention = AttentionRows { cells: &self.listed, rows: &self.rows, window: None, n_shared: &[] };
         let (tokens, positions, cells) = (&self.tokens, &self.positions, &self.cells);
         let rows =
             ForwardRows { tokens, positions, cells, attention, windowed: None, recurrent: None, lora: None };

@@ -256,7 +256,7 @@ fn forward(Target { device, decoder }: Target<'_>, batch: &Batch, planned: Plann
     };
     let (full, windowed) = (seen(usize::MAX), seen(decoder.config().window.unwrap_or(1)));
     let cells = lists.concat();
-    let of = |rows| AttentionRows { cells: &cells, rows, window: None };
+    let of = |rows| AttentionRows { cells: &cells, rows, window: None, n_shared: &[] };
     let tokens: Vec<i32> = batch.tokens.iter().copied().chain(padding(0)).collect();
     let positions: Vec<i32> = batch.positions.iter().copied().chain(padding(0)).collect();
     // Each padding row writes its own cell, behind those of the KV cache.

@@ -1,7 +1,8 @@
-//! One item of attention: some rows of a sequence, the query heads of one kv head, some spans.
+//! One item of attention: some rows, the query heads of one kv head, some spans.
 
 use super::block::{Block, HeadRows, Reads};
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
+use super::softmax::{STATE, Softmax, SoftmaxMut, finish, largest, merge, weights};
 use super::tile::{self, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
@@ -11,14 +12,15 @@ use crate::threads::DisjointWriter;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Numbers in the result of a separately computed span before its values: m and l.
-pub(super) const STATE: usize = 2;
-
 /// The work of one item.
 pub(super) struct Item<'a> {
     /// Index of the first row.
     first_row: usize,
     rows: &'a [AttentionRow],
+    /// The list of the rows up to the last cell that one of them sees, or of rows with several lists what is common.
+    cells: &'a [u32],
+    /// Number of cells at the start of the list that are not computed: no row sees them, or they were computed before.
+    skipped: usize,
     /// More than one only if there is a single row.
     kv_heads: Range<usize>,
     /// The query heads that read `kv_heads`.
@@ -36,14 +38,41 @@ impl<'a> Item<'a> {
         let first = kv_head * group + part * MAX_ITEM_HEADS;
         let heads = first..((kv_head + 1) * group).min(first + MAX_ITEM_HEADS);
         let rows = &job.rows.rows[chunk.first as usize..][..chunk.n as usize];
-        Self { first_row: chunk.first as usize, rows, kv_heads: kv_head..kv_head + 1, heads, span }
+        let (first_row, kv_heads) = (chunk.first as usize, kv_head..kv_head + 1);
+        let (cells, skipped) = listed(job, rows);
+        let cells = &cells[..cells.len().min(chunk.n_shared)];
+        Self { first_row, rows, cells, skipped, kv_heads, heads, span }
     }
 
     /// All heads of a chunk of one row.
     pub(super) fn all_heads<T>(job: &Job<'a, T>, chunk: Chunk) -> Self {
         let first_row = chunk.first as usize;
         let rows = &job.rows.rows[first_row..=first_row];
-        Self { first_row, rows, kv_heads: 0..job.heads.n_kv_heads, heads: 0..job.heads.n_heads, span: None }
+        let (cells, skipped) = listed(job, rows);
+        let (kv_heads, heads) = (0..job.heads.n_kv_heads, 0..job.heads.n_heads);
+        Self { first_row, rows, cells, skipped, kv_heads, heads, span: None }
+    }
+
+    /// The rows of each list with their cells after the common ones, if there are several lists.
+    fn after_common<T>(&self, job: &Job<'a, T>) -> impl Iterator<Item = Item<'a>> {
+        let same_list = |a: &AttentionRow, b: &AttentionRow| a.start == b.start;
+        let (rows, common) = (self.rows, self.cells.len());
+        let mut first_row = self.first_row;
+        let has_several = rows.iter().any(|row| row.start != rows[0].start);
+        let lists = rows.chunk_by(same_list).filter(move |_| has_several);
+        lists.map(move |rows| {
+            let own = Item {
+                first_row,
+                rows,
+                cells: listed(job, rows).0,
+                skipped: common,
+                kv_heads: self.kv_heads.clone(),
+                heads: self.heads.clone(),
+                span: None,
+            };
+            first_row += rows.len();
+            own
+        })
     }
 
     /// The rows x query heads that read number `i` of `kv_heads`.
@@ -69,15 +98,10 @@ impl<'a> Item<'a> {
         row.hidden().saturating_sub(start).min(end)..end
     }
 
-    /// Number of cells at the start of the list that no row sees.
-    fn n_hidden(&self) -> usize {
-        self.rows.iter().map(|row| row.hidden()).min().unwrap_or(0)
-    }
-
     /// The spans to compute, and the number of cells in each.
     fn spans<T>(&self, job: &Job<'a, T>) -> (Range<usize>, usize) {
         let len = job.rows.span_len(self.rows[0]);
-        let all = self.n_hidden() / len..self.cells(job).len().div_ceil(len);
+        let all = self.skipped / len..self.cells.len().div_ceil(len);
         let spans = self.span.map_or(all.clone(), |span| span.max(all.start)..all.end.min(span + 1));
         (spans, len)
     }
@@ -85,17 +109,18 @@ impl<'a> Item<'a> {
     /// The keys and values that the item reads.
     fn reads<T>(&self, job: &Job<'a, T>) -> Reads<'a> {
         let (spans, len) = self.spans(job);
-        let cells = self.cells(job);
-        let end = cells.len().min(spans.end * len);
-        let start = (self.n_hidden().max(spans.start * len) / BLOCK * BLOCK).min(end);
-        Reads { cells: &cells[start..end], head: self.kv_heads.start }
+        let end = self.cells.len().min(spans.end * len);
+        let start = (self.skipped.max(spans.start * len) / BLOCK * BLOCK).min(end);
+        Reads { cells: &self.cells[start..end], head: self.kv_heads.start }
     }
+}
 
-    /// The cells of the list up to the last that a row sees.
-    fn cells<T>(&self, job: &Job<'a, T>) -> &'a [u32] {
-        let n = self.rows.iter().map(|row| row.n()).max().unwrap_or(0);
-        &job.rows.cells[self.rows[0].start as usize..][..n]
-    }
+/// The list of the first of `rows`, up to the last cell that one of them sees, and the number of cells at its start that
+/// none of them sees.
+fn listed<'a, T>(job: &Job<'a, T>, rows: &[AttentionRow]) -> (&'a [u32], usize) {
+    let n = rows.iter().map(|row| row.n()).max().unwrap_or(0);
+    let n_hidden = rows.iter().map(|row| row.hidden()).min().unwrap_or(0);
+    (&job.rows.cells[rows[0].start as usize..][..n], n_hidden)
 }
 
 /// Computes an item in one worker's area.
@@ -118,19 +143,25 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let item = &item;
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row sees no cell");
-        let area = Area::new(area, item.n_rows(), d, d.next_multiple_of(L::N));
-        let n_cells = item.cells(job).len();
+        let padded = d.next_multiple_of(L::N);
+        let mut area = Area::new(area, item.n_rows(), d, padded);
+        let mut later = item.after_common(job).peekable();
         let own = item.reads(job);
-        let reads = [own, next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job))];
-        let n_hidden = item.n_hidden();
-        let mut pass = Pass { lanes, job, item, n_hidden, reads, is_first, n_read: 0, area };
+        let end = next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job));
+        let reads = [own, later.peek().map_or(end, |later| later.reads(job))];
+        let n_rows = item.n_rows();
+        let mut pass =
+            Pass { lanes, job, item, reads, is_first, n_read: 0, area: area.rows(0..n_rows, d, padded) };
         pass.scale_queries();
-        let (spans, span_len) = item.spans(job);
-        for span in spans.clone() {
-            pass.span(span * span_len..((span + 1) * span_len).min(n_cells), span == spans.start);
+        let is_empty = !pass.spans(true);
+        while let Some(own) = later.next() {
+            let reads = [own.reads(job), later.peek().map_or(end, |later| later.reads(job))];
+            let first = (own.first_row - item.first_row) * item.heads.len();
+            let area = area.rows(first..first + own.n_rows(), d, padded);
+            Pass { lanes, job, item: &own, reads, is_first: false, n_read: 0, area }.spans(false);
         }
-        if !spans.is_empty() {
-            write_results(lanes, &pass.area.total, job, item, &mut target);
+        if !is_empty {
+            write_results(lanes, &area.total, job, item, &mut target);
         }
     }
 }
@@ -165,29 +196,11 @@ fn write_results<L: Lanes, T>(
     }
 }
 
-/// Computes the output from the weighted values and the sum of weights, to which a sink adds its own.
-#[inline(always)]
-fn finish<L: Lanes>(lanes: L, softmax: Softmax<'_>, sink: Option<f32>, out: &mut [f32]) {
-    let Softmax { m, l, v } = softmax;
-    let mut factor = 1.0 / l;
-    if let Some(sink) = sink {
-        let new_m = if m > sink { m } else { sink };
-        let (a, b) = (exp(lanes, lanes.splat(m - new_m)), exp(lanes, lanes.splat(sink - new_m)));
-        let l = lanes.mul_add(lanes.splat(l), a, b);
-        lanes.store_first(lanes.div(a, l), std::slice::from_mut(&mut factor));
-    }
-    for (out, v) in out.iter_mut().zip(v) {
-        *out = v * factor;
-    }
-}
-
 /// The state of an item during its computation.
 struct Pass<'a, L, T> {
     lanes: L,
     job: &'a Job<'a, T>,
     item: &'a Item<'a>,
-    /// Number of cells at the start of the list that no row sees.
-    n_hidden: usize,
     /// The keys and values that this item reads, and those that the next one reads.
     reads: [Reads<'a>; 2],
     /// True if no earlier item has prefetched for this one.
@@ -219,6 +232,17 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
+    /// Computes the spans of the item, in addition to those in `total` unless `is_empty`. Returns false if there are none.
+    #[inline(always)]
+    fn spans(&mut self, is_empty: bool) -> bool {
+        let (spans, len) = self.item.spans(self.job);
+        for span in spans.clone() {
+            let cells = span * len..((span + 1) * len).min(self.item.cells.len());
+            self.span(cells, is_empty && span == spans.start);
+        }
+        !spans.is_empty()
+    }
+
     /// Computes the blocks of one span, and merges it with the earlier spans unless it is the `first`.
     #[inline(always)]
     fn span(&mut self, span: Range<usize>, first: bool) {
@@ -227,7 +251,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
         self.area.total.reset();
         // Start with the first block of which a row sees a cell.
-        let first_block = self.n_hidden.max(span.start) / BLOCK * BLOCK;
+        let first_block = self.item.skipped.max(span.start) / BLOCK * BLOCK;
         for start in (first_block..span.end).step_by(BLOCK) {
             self.block(start, span.end);
         }
@@ -388,96 +412,6 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 let earlier = SoftmaxMut { m: &mut total.m[i], l: &mut total.l[i], v };
                 merge(self.lanes, earlier, Softmax { m: span.m[i], l: span.l[i], v: span_v });
             }
-        }
-    }
-}
-
-/// The lanes of vector `v` that are in `seen` from `x`, the other lanes from `other`.
-#[inline(always)]
-fn keep<L: Lanes>(lanes: L, x: L::F, seen: &Range<usize>, v: usize, other: L::F) -> L::F {
-    let x = lanes.keep_first(x, seen.end - v * L::N, other);
-    if seen.start > v * L::N { lanes.keep_first(other, seen.start - v * L::N, x) } else { x }
-}
-
-/// The largest of the scores in `seen`.
-#[inline(always)]
-fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
-    let least = lanes.splat(f32::NEG_INFINITY);
-    let mut max = least;
-    for (v, part) in scores.chunks_exact(L::N).enumerate() {
-        max = lanes.max(max, keep(lanes, lanes.load(part), &seen, v, least));
-    }
-    lanes.largest(max)
-}
-
-/// Replaces the scores in `seen` by e^(score - m), the others by zeros. Returns the sum.
-#[inline(always)]
-fn weights<L: Lanes>(lanes: L, scores: &mut [f32], seen: Range<usize>, m: f32) -> f32 {
-    let (m, zero) = (lanes.splat(m), lanes.splat(0.0));
-    let mut sum = zero;
-    for (v, part) in scores.chunks_exact_mut(L::N).enumerate() {
-        let weight = exp(lanes, lanes.sub(lanes.load(part), m));
-        let weight = keep(lanes, weight, &seen, v, zero);
-        lanes.store(weight, part);
-        sum = lanes.add(sum, weight);
-    }
-    lanes.sum(sum)
-}
-
-/// A running softmax: the maximum score, the sum of the weights relative to it, the sum of the weighted values.
-struct Softmax<'a> {
-    m: f32,
-    l: f32,
-    v: &'a [f32],
-}
-
-/// A mutable [`Softmax`].
-struct SoftmaxMut<'a> {
-    m: &'a mut f32,
-    l: &'a mut f32,
-    v: &'a mut [f32],
-}
-
-/// Merges the softmax of later cells into that of earlier ones.
-#[inline(always)]
-fn merge<L: Lanes>(lanes: L, earlier: SoftmaxMut<'_>, later: Softmax<'_>) {
-    let SoftmaxMut { m, l, v } = earlier;
-    let Softmax { m: later_m, l: later_l, v: later_v } = later;
-    let new_m = if *m > later_m { *m } else { later_m };
-    let (a, b) = (exp(lanes, lanes.splat(*m - new_m)), exp(lanes, lanes.splat(later_m - new_m)));
-    let sum = lanes.mul_add(lanes.splat(*l), a, lanes.mul(lanes.splat(later_l), b));
-    lanes.store_first(sum, std::slice::from_mut(l));
-    *m = new_m;
-    for (v, later) in v.chunks_mut(L::N).zip(later_v.chunks(L::N)) {
-        let later = lanes.mul(lanes.load_first(later), b);
-        lanes.store_first(lanes.mul_add(lanes.load_first(v), a, later), v);
-    }
-}
-
-/// Merges separately computed spans in their order, and writes the output.
-pub(super) struct MergeSpans<'a, T> {
-    pub(super) job: &'a Job<'a, T>,
-    /// `[row][head][span][STATE + d_head]`
-    pub(super) partials: &'a mut [f32],
-    pub(super) out: &'a mut [f32],
-}
-
-impl<T> Kernel for MergeSpans<'_, T> {
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        let (heads, rows) = (self.job.heads, self.job.rows.rows);
-        let len = heads.d_head + STATE;
-        let spans = self.partials.chunks_exact_mut(MAX_SPANS * len);
-        for (i, (out, spans)) in self.out.chunks_exact_mut(heads.d_head).zip(spans).enumerate() {
-            let seen = self.job.rows.spans(rows[i / heads.n_heads]);
-            let (total, later) = spans[seen.start * len..seen.end * len].split_at_mut(len);
-            let [m, l, v @ ..] = total else { unreachable!("a state has m, l and values") };
-            for later in later.chunks_exact(len) {
-                let later = Softmax { m: later[0], l: later[1], v: &later[STATE..] };
-                merge(lanes, SoftmaxMut { m: &mut *m, l: &mut *l, v: &mut *v }, later);
-            }
-            let sink = self.job.sinks.map(|sinks| sinks[i % heads.n_heads]);
-            finish(lanes, Softmax { m: *m, l: *l, v }, sink, out);
         }
     }
 }

@@ -4,6 +4,7 @@ use super::{AttentionRows, BLOCK, MAX_D_HEAD, MAX_ITEM_ROWS, MAX_SPANS, MAX_SPLI
 use crate::error::DeviceError;
 use crate::ops::cpu::isa::lanes::MAX_LANES;
 use crate::tensor::AlignedBuf;
+use std::ops::Range;
 
 /// Vectors of keys that are scored together.
 pub(super) const TILE_VECTORS: usize = 4;
@@ -15,11 +16,22 @@ pub(super) const AREA: usize = MAX_ITEM_ROWS * MAX_D_HEAD
     + MAX_ITEM_ROWS
     + 2 * MAX_ITEM_ROWS * (MAX_D_HEAD + 2);
 
-/// Consecutive rows of one sequence: `rows[first..first + n]`.
+/// Consecutive rows whose lists begin with the same cells: `rows[first..first + n]`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chunk {
     pub(super) first: u32,
     pub(super) n: u32,
+    /// The number of these cells, in whole spans; `usize::MAX` for rows of one list.
+    pub(super) n_shared: usize,
+}
+
+/// The most rows of a chunk.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Heights {
+    /// Of one list.
+    pub(super) same_list: usize,
+    /// Of several lists that begin with the same cells.
+    pub(super) same_start: usize,
 }
 
 /// Scratch memory of a context. Its pages are touched only when they are used.
@@ -49,21 +61,30 @@ impl Scratch {
     }
 }
 
-/// Cuts `rows` into chunks of at most `highest` consecutive rows with the same list and the same spans. The chunks with
-/// the most work come first.
-pub(super) fn cut_rows(all: AttentionRows<'_>, highest: usize, chunks: &mut Vec<Chunk>) {
+/// Cuts `rows` into chunks of consecutive rows with spans of the same length, of one list or of several that have at
+/// least half of their cells in common. The chunks with the most work come first.
+pub(super) fn cut_rows(all: AttentionRows<'_>, heights: Heights, chunks: &mut Vec<Chunk>) {
     let rows = all.rows;
     chunks.clear();
+    // The fewest cells that a row of the last chunk sees.
+    let mut fewest = 0;
     for (i, row) in rows.iter().enumerate() {
-        if let Some(chunk) = chunks.last_mut() {
-            let last = rows[i - 1];
-            let same = last.start == row.start && all.span_len(last) == all.span_len(*row);
-            if same && (chunk.n as usize) < highest {
+        if let Some(chunk) = chunks.last_mut()
+            && all.span_len(rows[i - 1]) == all.span_len(*row)
+        {
+            let is_same_list = chunk.n_shared.min(all.n_shared(i)) == usize::MAX;
+            let n_shared = chunk.n_shared.min(all.n_shared(i)).min(fewest).min(row.n());
+            let n_shared = n_shared / all.span_len(*row) * all.span_len(*row);
+            let highest = if is_same_list { heights.same_list } else { heights.same_start };
+            if (is_same_list || 2 * n_shared >= row.n()) && (chunk.n as usize) < highest {
                 chunk.n += 1;
+                chunk.n_shared = if is_same_list { usize::MAX } else { n_shared };
+                fewest = fewest.min(row.n());
                 continue;
             }
         }
-        chunks.push(Chunk { first: i as u32, n: 1 });
+        fewest = row.n();
+        chunks.push(Chunk { first: i as u32, n: 1, n_shared: usize::MAX });
     }
     let seen = |chunk: &Chunk| {
         let row = rows[(chunk.first + chunk.n - 1) as usize];
@@ -101,6 +122,19 @@ pub(super) struct State<'a> {
 }
 
 impl<'a> Area<'a> {
+    /// The memory of some of the rows, with `d` and `padded` as in [`Area::new`].
+    pub(super) fn rows(&mut self, rows: Range<usize>, d: usize, padded: usize) -> Area<'_> {
+        Area {
+            queries: &mut self.queries[rows.start * d..rows.end * d],
+            keys: &mut *self.keys,
+            scores: &mut self.scores[rows.clone()],
+            values: &mut *self.values,
+            rescale: &mut self.rescale[rows.clone()],
+            total: self.total.rows(rows.clone(), padded),
+            span: self.span.rows(rows, padded),
+        }
+    }
+
     /// Divides an area for heads of `d` dimensions, `padded` to whole vectors.
     pub(super) fn new(mut rest: &'a mut [f32], n_rows: usize, d: usize, padded: usize) -> Self {
         let mut take = |n| {
@@ -121,6 +155,15 @@ impl<'a> Area<'a> {
 }
 
 impl State<'_> {
+    /// The state of some of the rows.
+    fn rows(&mut self, rows: Range<usize>, padded: usize) -> State<'_> {
+        State {
+            m: &mut self.m[rows.clone()],
+            l: &mut self.l[rows.clone()],
+            v: &mut self.v[rows.start * padded..rows.end * padded],
+        }
+    }
+
     /// Resets to no cells.
     pub(super) fn reset(&mut self) {
         self.m.fill(f32::NEG_INFINITY);
