@@ -1,4 +1,4 @@
-"""LoRARequest: names a LoRA adapter and the folder that it is loaded from."""
+"""LoRARequest: names a LoRA adapter and the folder or the file that it is loaded from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN_MAX = 1024
 class LoRARequest:
     """A LoRA adapter for requests, as in vLLM.
 
-    - `lora_name`: its name. `lora_path`: a folder in PEFT's format.
+    - `lora_name`: its name. `lora_path`: a folder in PEFT's format, or a GGUF file.
     - `lora_int_id`: vLLM's number of the adapter, which the engine replaces with its own. Requests with the
       same name, number and path use the same loaded adapter, even if the folder has changed since.
     """
@@ -34,7 +34,8 @@ class LoRARequest:
             )
         if not self.lora_path:
             raise RejectedError(
-                f"lora_path of {self.lora_name!r} is empty; pass the adapter's folder", param="lora_path"
+                f"lora_path of {self.lora_name!r} is empty; pass the adapter's folder or GGUF file",
+                param="lora_path",
             )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from llaisys._core import available_isas
 from llaisys.errors import ExhaustedError, RejectedError, UnsupportedError
-from parity.checkpoints import read_model
-from parity.gguf_model import write_gguf
+from parity.checkpoints import read_model, read_weights
+from parity.families import FAMILIES
+from parity.gguf_model import gguf_tensors, write_gguf
 from runner import HIDDEN, LOGITS, Runner
 
 DATA = Path(__file__).parents[1] / "data"
@@ -33,6 +38,7 @@ class LoraRunner(Runner):
 
     def __init__(self, path: Path, names: Sequence[str], **settings: Any) -> None:
         super().__init__(path, **{"max_loras": 4, **settings})
+        # The name of a golden, or the path of another adapter.
         self.slots = {name: self.context.lora_load(str(LORAS / name))[0] for name in names}
 
     def acquire(self, name: str | None) -> int:
@@ -81,6 +87,66 @@ def test_an_adapter_of_a_folder_applies_to_a_file_with_other_row_orders(tmp_path
     prompt = golden["prompt_2"].tolist()
     with LoraRunner(path, [name]) as file, LoraRunner(base_of(name), [name]) as folder:
         assert np.array_equal(file.outputs(name, prompt), folder.outputs(name, prompt))
+
+
+def write_gguf_adapter(path: Path, name: str, *, a_type: gguf.GGMLQuantizationType | None = None) -> str:
+    """Write the adapter of a golden as llama.cpp's converter does, each A of whole blocks as `a_type`."""
+    family, shape, _ = read_model(base_of(name))
+    matrices = read_weights(LORAS / name / "adapter_model.safetensors")
+    ends = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+    a, b = (
+        {
+            key.removeprefix("base_model.model.").replace(end, ".weight"): value
+            for key, value in sorted(matrices.items())
+            if key.endswith(end)
+        }
+        for end in ends.values()
+    )
+    writer = gguf.GGUFWriter(path, str(FAMILIES[family].gguf))
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    config = json.loads((LORAS / name / "adapter_config.json").read_text(encoding="utf-8"))
+    writer.add_float32("adapter.lora.alpha", config["lora_alpha"])
+    # As the weights of the model: rows of B move with those of queries and keys.
+    stored = {key: rows for key, rows in gguf_tensors(family, shape, b).items() if key.startswith("blk.")}
+    for (key, rows), columns in zip(stored.items(), a.values(), strict=True):
+        if a_type is None or columns.shape[1] % 32:
+            writer.add_tensor(f"{key}.lora_a", columns)
+        else:
+            writer.add_tensor(f"{key}.lora_a", gguf.quants.quantize(columns, a_type), raw_dtype=a_type)
+        writer.add_tensor(f"{key}.lora_b", rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["lora_llama_r16", "lora_qwen2_r4"])
+def test_an_adapter_in_a_gguf_file_has_the_bits_of_its_folder(name: str, tmp_path: Path) -> None:
+    """On a folder, and on a GGUF file, which may have the rows of queries and keys in another order."""
+    adapter = write_gguf_adapter(tmp_path / "adapter.gguf", name)
+    prompt = np.load(LORAS / name / "golden.npz")["prompt_2"].tolist()
+    for base in (base_of(name), write_gguf(tmp_path / "model.gguf", *read_model(base_of(name)))):
+        with LoraRunner(base, [name, adapter]) as runner:
+            want = runner.outputs(name, prompt)
+            assert np.array_equal(runner.outputs(adapter, prompt), want)
+            assert not np.array_equal(runner.outputs(None, prompt), want)
+
+
+def test_an_adapter_in_a_gguf_file_may_be_quantized(tmp_path: Path) -> None:
+    name, kind = "lora_qwen2_r16", gguf.GGMLQuantizationType.Q8_0
+    packed = write_gguf_adapter(tmp_path / "q8_0.gguf", name, a_type=kind)
+    folder = tmp_path / "rounded"
+    folder.mkdir()
+    matrices = read_weights(LORAS / name / "adapter_model.safetensors")
+    for key, value in matrices.items():
+        if key.endswith(".lora_A.weight") and value.shape[1] % 32 == 0:
+            matrices[key] = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+    save_file(matrices, folder / "adapter_model.safetensors")
+    shutil.copy(LORAS / name / "adapter_config.json", folder)
+    with LoraRunner(BASES["qwen2"], [packed, str(folder)]) as runner:
+        assert np.array_equal(runner.outputs(packed, [5, 6, 7]), runner.outputs(str(folder), [5, 6, 7]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto", "int8", "int4"])

@@ -27,7 +27,7 @@ class LoraLoader(Protocol):
     """Loads adapters into slots of the core; see `Worker`."""
 
     def load_lora(self, path: str) -> tuple[int, str]:
-        """Load the adapter in a folder; return its slot and the hash of its contents."""
+        """Load the adapter of a folder or a GGUF file; return its slot and the hash of its contents."""
 
     def unload_lora(self, slot: int) -> None:
         """Unload the adapter in a slot."""

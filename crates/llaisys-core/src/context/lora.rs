@@ -82,7 +82,7 @@ impl LoraBank {
 }
 
 impl Context {
-    /// Loads the LoRA adapter in the folder `path` (PEFT's format) into a free slot.
+    /// Loads the LoRA adapter at `path`, a folder in PEFT's format or a GGUF file, into a free slot.
     ///
     /// Errors: a damaged adapter, one of another model, a rank above `max_lora_rank`; what is not implemented, by name;
     /// all slots are in use; no memory.

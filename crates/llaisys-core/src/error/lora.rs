@@ -10,8 +10,11 @@ pub enum LoraError {
     )]
     ExtraLayer { name: String, layer: usize },
     /// A module without A or without B.
-    #[error("module {module:?} of the adapter needs lora_A.weight and lora_B.weight, but has one of them")]
+    #[error("module {module:?} of the adapter needs both matrices, A and B, but has one of them")]
     OneMatrix { module: String },
+    /// A GGUF file of another architecture.
+    #[error("the adapter belongs to a model of the GGUF architecture {found:?}, this one has {own:?}")]
+    Architecture { found: String, own: &'static str },
     /// A rank above the limit.
     #[error(
         "module {module:?} of the adapter has rank {rank}, max_lora_rank is {max_rank}; raise max_lora_rank"

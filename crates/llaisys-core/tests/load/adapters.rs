@@ -1,7 +1,8 @@
 //! LoRA adapters: what is read, and what is refused by name. Their outputs are compared with PEFT in `tests/parity`.
 
-use crate::model_files::adapter::Adapter;
+use crate::model_files::adapter::{Adapter, gguf as gguf_adapter};
 use crate::model_files::folder::Folder;
+use crate::model_files::gguf::{F32, Gguf, Meta, Q8_0};
 use crate::model_files::{TempFolder, assert_names};
 use llaisys_core::arch::spec::LayerWeight;
 use llaisys_core::error::Error;
@@ -130,7 +131,7 @@ fn damaged_adapters_are_rejected_with_what_is_wrong() {
     let cases: [(Adapter, &[&str]); 15] = [
         (
             Adapter::small().without_tensor("q_proj.lora_A.weight"),
-            &["q_proj", "needs lora_A.weight and lora_B.weight"],
+            &["q_proj", "needs both matrices, A and B"],
         ),
         (
             Adapter::small().without_tensor("q_proj.lora_A.weight").without_tensor("q_proj.lora_B.weight"),
@@ -210,4 +211,72 @@ fn files_that_are_missing_cut_or_changed_are_rejected() {
         scratch.write(present, &whole);
         assert!(open(&scratch).is_ok());
     }
+}
+
+fn open_gguf(file: &Gguf) -> Result<LoraCheckpoint, Error> {
+    let scratch = TempFolder::new();
+    scratch.write("adapter.gguf", file.bytes());
+    let model = Folder::small("LlamaForCausalLM").open().unwrap();
+    LoraCheckpoint::open(&scratch.file("adapter.gguf"), model.config(), 8)
+}
+
+#[test]
+fn an_adapter_in_a_gguf_file_has_the_ranks_of_its_matrices() {
+    let adapter = open_gguf(&gguf_adapter()).unwrap();
+    let down = adapter.module(0, LayerWeight::Down).unwrap();
+    assert_eq!((query(&adapter).rank, query(&adapter).scale, down.rank, down.scale), (2, 3.0, 4, 1.5));
+    assert_eq!(adapter.rank(), 4);
+    // Without alpha, and with 0, llama.cpp's scale is 1.
+    for file in [
+        gguf_adapter().without("adapter.lora.alpha"),
+        gguf_adapter().with("adapter.lora.alpha", Meta::F32(0.0)),
+    ] {
+        assert_eq!(query(&open_gguf(&file).unwrap()).scale, 1.0);
+    }
+}
+
+#[test]
+fn gguf_files_that_are_no_adapter_of_this_model_are_refused_by_name() {
+    let without = |ending: &str| {
+        let mut file = gguf_adapter();
+        file.tensors.retain(|tensor| !tensor.name.ends_with(ending));
+        file
+    };
+    let with_tensor = |name: &str| {
+        let mut file = gguf_adapter();
+        file.matrix(name, 2, 16, F32);
+        file
+    };
+    let mut quantized = without("attn_q.weight.lora_a");
+    quantized.matrix("blk.0.attn_q.weight.lora_a", 2, 32, Q8_0);
+    let cases: [(Gguf, &[&str]); 14] = [
+        (gguf_adapter().with("general.type", "model"), &["general.type", "model", "adapter"]),
+        (gguf_adapter().without("general.type"), &["general.type", "none", "adapter"]),
+        (gguf_adapter().with("adapter.type", "control_vector"), &["adapter.type", "control_vector", "lora"]),
+        (gguf_adapter().with("general.architecture", "qwen2"), &["architecture", "qwen2", "llama"]),
+        (gguf_adapter().without("general.architecture"), &["architecture", "none", "llama"]),
+        (
+            gguf_adapter().with("adapter.alora.invocation_tokens", Meta::I32s(vec![1])),
+            &["adapter.alora.invocation_tokens", "is not supported"],
+        ),
+        (gguf_adapter().with("adapter.lora.alpha", Meta::F32(f32::NAN)), &["adapter.lora.alpha"]),
+        (gguf_adapter().with("adapter.lora.alpha", "6"), &["adapter.lora.alpha", "a string"]),
+        (without("attn_q.weight.lora_a"), &["blk.0.attn_q", "needs both matrices"]),
+        (with_tensor("token_embd.weight.lora_a"), &["token_embd", "projections of attention"]),
+        (with_tensor("blk.0.attn_norm.weight"), &["blk.0.attn_norm.weight", "projections of attention"]),
+        (with_tensor("blk.1.attn_q.weight.lora_a"), &["blk.1.attn_q", "projections of attention"]),
+        (quantized, &["blk.0.attn_q.weight.lora_a", "[2, 32]", "[2, 16]"]),
+        (Gguf::small("llama"), &["general.type"]),
+    ];
+    for (file, words) in cases {
+        assert_names(&open_gguf(&file).unwrap_err(), words);
+    }
+    let mut large = without("attn_q.weight.lora_a");
+    large.tensors.retain(|tensor| !tensor.name.starts_with("blk.0.attn_q"));
+    large.matrix("blk.0.attn_q.weight.lora_a", 9, 16, F32);
+    large.matrix("blk.0.attn_q.weight.lora_b", 16, 9, F32);
+    assert_names(&open_gguf(&large).unwrap_err(), &["rank 9", "max_lora_rank is 8"]);
+    let mut empty = gguf_adapter();
+    empty.tensors.clear();
+    assert_names(&open_gguf(&empty).unwrap_err(), &["the adapter has no matrices"]);
 }

@@ -1,9 +1,12 @@
-//! A small LoRA adapter in PEFT's format.
+//! A small LoRA adapter in PEFT's format, and in a GGUF file.
 
 use super::TempFolder;
 use super::folder::{Folder, Tensor, safetensors};
+use super::gguf::{F32, Gguf, Meta};
+use llaisys_core::arch::spec::LayerWeight;
 use llaisys_core::error::{Error, Result};
 use llaisys_core::load::lora::LoraCheckpoint;
+use llaisys_core::threads::Pool;
 use serde_json::{Map, Value, json};
 
 const PREFIX: &str = "base_model.model.model.layers.0.";
@@ -78,4 +81,38 @@ impl Adapter {
     pub fn error(&self) -> Error {
         self.open().unwrap_err()
     }
+}
+
+/// An adapter of ranks 2 and 4 for the query and down projections of [`Folder::small`], in a GGUF file.
+pub fn gguf() -> Gguf {
+    let mut file = Gguf::empty();
+    for (key, value) in [
+        ("general.architecture", Meta::from("llama")),
+        ("general.type", "adapter".into()),
+        ("adapter.type", "lora".into()),
+        ("adapter.lora.alpha", Meta::F32(6.0)),
+    ] {
+        file.keys.push((key.into(), value));
+    }
+    file.matrix("blk.0.attn_q.weight.lora_a", 2, 16, F32);
+    file.matrix("blk.0.attn_q.weight.lora_b", 16, 2, F32);
+    file.matrix("blk.0.ffn_down.weight.lora_a", 4, 24, F32);
+    file.matrix("blk.0.ffn_down.weight.lora_b", 16, 4, F32);
+    file
+}
+
+/// Reads every matrix of an opened adapter. Numbers that are not finite are an error.
+pub fn check(adapter: &LoraCheckpoint) {
+    let pool = Pool::new(1).expect("one thread starts");
+    let (q, k, v, o) = (LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O);
+    let parts = [q, k, v, o, LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down];
+    let modules: Vec<_> = parts.iter().filter_map(|&part| adapter.module(0, part)).collect();
+    assert!(!modules.is_empty(), "an adapter has a module of this model");
+    for module in modules {
+        assert!((1..=8).contains(&module.rank) && adapter.rank() >= module.rank);
+        for matrix in [adapter.a(module, &pool), adapter.b(module, &pool)].into_iter().flatten() {
+            assert!(matrix.len() >= module.rank && matrix.iter().all(|value| value.is_finite()));
+        }
+    }
+    adapter.hash().expect("the file is not changed");
 }

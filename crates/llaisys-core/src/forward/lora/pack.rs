@@ -44,12 +44,12 @@ struct Packer<'a> {
 
 /// A module of one input.
 struct Module {
-    /// The weight of the folder that it changes.
+    /// The stored weight that it changes.
     stored: LayerWeight,
     matrices: LoraModule,
     /// Its first rank among those of the input.
     first_rank: usize,
-    /// B as in the folder.
+    /// B as stored.
     b: Vec<f32>,
 }
 
@@ -68,7 +68,7 @@ impl Packer<'_> {
         Ok(made)
     }
 
-    /// Stacks the modules of one input. Projections that the folder fuses have one module.
+    /// Stacks the modules of one input. Projections that are stored fused have one module.
     fn product(&self, layer: usize, projections: &[LayerWeight]) -> Result<Option<LoraProduct>> {
         let mut modules: Vec<Module> = Vec::new();
         let mut n_ranks = 0;
@@ -146,7 +146,7 @@ impl Packer<'_> {
         let (rank, (_, map)) = (module.matrices.rank, self.model.stored_in(part));
         let is_rotated = matches!(part, LayerWeight::Q | LayerWeight::K);
         for n in 0..self.model.shape(WeightId::Layer(layer, part))[0] {
-            let rows = self.model.arch.folder_rope_rows;
+            let rows = self.adapter.rope_rows();
             let row = if is_rotated { rows.stored_row(n, self.model.head_widths(layer)) } else { n };
             set(n, &module.b[map.row(row) * rank..][..rank]);
         }

@@ -48,10 +48,12 @@ const KNOWN: [&str; 27] = [
 ];
 
 /// The settings of an adapter.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct LoraConfig {
-    rank: usize,
-    alpha: f64,
+    /// None: that of the module's matrices.
+    rank: Option<usize>,
+    /// None: the rank.
+    alpha: Option<f64>,
     /// Ranks and alphas of some modules, by their pattern.
     ranks: Vec<(Pattern, f64)>,
     alphas: Vec<(Pattern, f64)>,
@@ -106,8 +108,8 @@ impl LoraConfig {
         let alpha = fields.number("lora_alpha")?.unwrap_or(8.0);
         bounded("lora_alpha of the adapter", alpha, ALPHA.0, ALPHA.1)?;
         Ok(Self {
-            rank,
-            alpha,
+            rank: Some(rank),
+            alpha: Some(alpha),
             ranks: patterns(fields, "rank_pattern")?,
             alphas: patterns(fields, "alpha_pattern")?,
             rslora: fields.flag("use_rslora")?.unwrap_or(false),
@@ -116,16 +118,26 @@ impl LoraConfig {
         })
     }
 
+    /// The settings of an adapter whose matrices state the ranks. `alpha`: None for the rank. Errors: an alpha out of
+    /// bounds.
+    pub(super) fn of_alpha(alpha: Option<f64>) -> Result<Self> {
+        if let Some(alpha) = alpha {
+            bounded("adapter.lora.alpha", alpha, ALPHA.0, ALPHA.1)?;
+        }
+        Ok(Self { alpha, ..Self::default() })
+    }
+
     /// True if the modules of layer `layer` may have matrices.
     pub(super) fn has_layer(&self, layer: usize) -> bool {
         self.layers.as_ref().is_none_or(|layers| layers.contains(&layer))
     }
 
-    /// The rank of a module, and the scale of its product. Errors: patterns that disagree, a rank that is not a whole
-    /// number from 1.
-    pub(super) fn of(&self, module: &str) -> Result<(usize, f32)> {
-        let rank = value_of("rank_pattern", &self.ranks, module)?.unwrap_or(self.rank as f64);
-        let alpha = value_of("alpha_pattern", &self.alphas, module)?.unwrap_or(self.alpha);
+    /// The rank of a module with matrices of rank `stored`, and the scale of its product. Errors: patterns that disagree,
+    /// a rank that is not a whole number from 1.
+    pub(super) fn of(&self, module: &str, stored: usize) -> Result<(usize, f32)> {
+        let rank = value_of("rank_pattern", &self.ranks, module)?;
+        let rank = rank.unwrap_or(self.rank.unwrap_or(stored) as f64);
+        let alpha = value_of("alpha_pattern", &self.alphas, module)?.or(self.alpha).unwrap_or(rank);
         bounded("a rank of rank_pattern", rank, 1.0, f64::from(u16::MAX))?;
         bounded("an alpha of alpha_pattern", alpha, ALPHA.0, ALPHA.1)?;
         if rank.fract() != 0.0 {

@@ -1,14 +1,16 @@
-//! A LoRA adapter in PEFT's format: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+//! A LoRA adapter: a folder in PEFT's format with `adapter_config.json` and `adapter_model.safetensors`, or a GGUF file.
 //!
-//! The folder is as untrusted as a model's. Every tensor must belong to a projection that adapters may change, with the
+//! Both are as untrusted as a model. Every tensor must belong to a projection that adapters may change, with the
 //! shape that rank and model require; every adapted projection has both of its matrices.
 
 mod config;
+mod gguf;
 
 use super::folder::ModelFolder;
 use super::safetensors;
 use super::tensor_files::{StoredTensor, TensorFiles, buffer_of};
 use crate::arch::config::ModelConfig;
+use crate::arch::spec::RopeRows;
 use crate::arch::weight_id::{LayerWeight, WeightId};
 use crate::dtype::DType;
 use crate::error::{DeviceError, FormatError, LoraError, Result, Unsupported};
@@ -35,14 +37,14 @@ const PARTS: [LayerWeight; 7] = [
     LayerWeight::Down,
 ];
 
-/// A projection of a layer, as the model's folder stores it.
+/// A projection of a layer, as the adapter's container stores it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct ModuleId {
     layer: usize,
     part: LayerWeight,
 }
 
-/// The matrices of one projection, as the model's folder stores it.
+/// The matrices of one projection, as the adapter's container stores it.
 #[derive(Debug, Clone, Copy)]
 pub struct LoraModule {
     /// The tensor of A, `[rank, n_in]`.
@@ -58,22 +60,33 @@ pub struct LoraModule {
 /// An open adapter.
 #[derive(Debug)]
 pub struct LoraCheckpoint {
-    /// The configuration of the model, with the names of a folder.
+    /// The configuration of the model, with the names of the adapter's container.
     model: ModelConfig,
+    rope_rows: RopeRows,
     files: TensorFiles,
     modules: BTreeMap<ModuleId, LoraModule>,
 }
 
 impl LoraCheckpoint {
-    /// Opens the adapter in the folder `path` for `model`, with ranks up to `max_rank`.
+    /// Opens the adapter at `path`, a folder or a GGUF file, for `model`, with ranks up to `max_rank`.
     ///
     /// Errors: [`FormatError`] for damage; [`LoraError`] for matrices that do not belong to this model, or a rank above
     /// the limit; [`Unsupported`] for what is valid but not implemented.
     pub fn open(path: &Path, model: &ModelConfig, max_rank: usize) -> Result<Self> {
-        let folder = ModelFolder::open(path)?;
-        let config = LoraConfig::read(&folder)?;
-        let files = safetensors::open_file(&folder, TENSORS_FILE)?;
-        let names = Names::new(model);
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        if std::fs::metadata(path).map_err(io)?.is_dir() {
+            let folder = ModelFolder::open(path)?;
+            let config = LoraConfig::read(&folder)?;
+            let files = safetensors::open_file(&folder, TENSORS_FILE)?;
+            Self::assemble(Names::of_folder(model), config, files, max_rank)
+        } else {
+            let (config, files) = gguf::open(path, model.arch)?;
+            Self::assemble(Names::of_gguf(model), config, files, max_rank)
+        }
+    }
+
+    /// Finds the matrices of each module. Errors: as [`Self::open`].
+    fn assemble(names: Names, config: LoraConfig, files: TensorFiles, max_rank: usize) -> Result<Self> {
         let mut pairs: BTreeMap<ModuleId, [Option<usize>; 2]> = BTreeMap::new();
         for (index, tensor) in files.tensors().iter().enumerate() {
             let (at, is_b) = names.module(&tensor.name)?;
@@ -86,7 +99,8 @@ impl LoraCheckpoint {
         let checked = |(at, pair): (ModuleId, [Option<usize>; 2])| -> Result<_> {
             let module = names.path(at);
             let [Some(a), Some(b)] = pair else { return Err(LoraError::OneMatrix { module }.into()) };
-            let (rank, scale) = config.of(&module)?;
+            let stored_rank = files.tensors()[a].shape.first().copied().unwrap_or(0);
+            let (rank, scale) = config.of(&module, stored_rank)?;
             if rank > max_rank {
                 return Err(LoraError::Rank { module, rank, max_rank }.into());
             }
@@ -100,13 +114,18 @@ impl LoraCheckpoint {
             return Err(LoraError::Empty.into());
         }
         names.check_targets(&config, &modules)?;
-        Ok(Self { model: names.model, files, modules })
+        Ok(Self { model: names.model, rope_rows: names.rope_rows, files, modules })
     }
 
-    /// The configuration of the model, with the names of a folder: [`ModelConfig::stored_in`] tells which rows of a
-    /// module belong to a projection.
+    /// The configuration of the model, with the names of the adapter's container: [`ModelConfig::stored_in`] tells which
+    /// rows of a module belong to a projection.
     pub fn model(&self) -> &ModelConfig {
         &self.model
+    }
+
+    /// The row order of B of queries and keys.
+    pub fn rope_rows(&self) -> RopeRows {
+        self.rope_rows
     }
 
     /// The matrices of a stored projection of layer `layer`; None if the adapter does not change it.
@@ -139,9 +158,9 @@ impl LoraCheckpoint {
         let mut buffer = Vec::new();
         let bytes = buffer_of(&mut buffer, tensor.range.len())?;
         self.files.read(index, 0, bytes, pool)?;
-        let n = tensor.shape.iter().product();
+        let n: usize = tensor.shape.iter().product();
         let mut values = Vec::new();
-        let bytes_of_values = tensor.range.len().saturating_mul(2);
+        let bytes_of_values = n.saturating_mul(size_of::<f32>());
         let refused = |_| DeviceError::Allocation { what: "a LoRA adapter", bytes: bytes_of_values };
         values.try_reserve_exact(n).map_err(refused)?;
         values.resize(n, 0.0);
@@ -169,30 +188,39 @@ impl LoraCheckpoint {
     }
 }
 
-/// The modules of a model that adapters may change, by their names in PEFT.
+/// The modules of a model that adapters may change, by their names in the adapter's container.
 struct Names {
     model: ModelConfig,
+    rope_rows: RopeRows,
     by_path: BTreeMap<String, ModuleId>,
+    /// What the names of tensors have before the module's name.
+    prefix: &'static str,
+    /// What they have after it, for A and B.
+    endings: [&'static str; 2],
 }
 
 impl Names {
-    fn new(model: &ModelConfig) -> Self {
-        let wrapper = model.wrapper;
-        let model = ModelConfig { names: model.arch.folder_names, wrapper: None, ..model.clone() };
-        let stored: BTreeSet<LayerWeight> = PARTS.into_iter().map(|part| model.stored_in(part).0).collect();
-        let mut by_path = BTreeMap::new();
-        for id in model.weight_ids() {
-            let WeightId::Layer(layer, part) = id else { continue };
-            let id = ModuleId { layer, part };
-            if let Some(path) = stored.contains(&part).then(|| path(&model, id)).flatten() {
-                // A multimodal model names its modules otherwise than its text model alone does.
-                if let Some(wrapper) = wrapper {
-                    by_path.insert(wrapper.name(&path), id);
-                }
-                by_path.insert(path, id);
-            }
+    /// Names of PEFT.
+    fn of_folder(model: &ModelConfig) -> Self {
+        let (wrapper, arch) = (model.wrapper, model.arch);
+        let model = ModelConfig { names: arch.folder_names, wrapper: None, ..model.clone() };
+        let mut by_path = modules(&model);
+        // A multimodal model names its modules otherwise than its text model alone does.
+        if let Some(wrapper) = wrapper {
+            let wrapped: Vec<_> = by_path.iter().map(|(path, &at)| (wrapper.name(path), at)).collect();
+            by_path.extend(wrapped);
         }
-        Self { model, by_path }
+        let endings = [".lora_A.weight", ".lora_B.weight"];
+        Self { model, rope_rows: arch.folder_rope_rows, by_path, prefix: "base_model.model.", endings }
+    }
+
+    /// Names of llama.cpp: those of a model's tensors.
+    fn of_gguf(model: &ModelConfig) -> Self {
+        let arch = model.arch;
+        let model = ModelConfig { names: arch.gguf_names, wrapper: None, ..model.clone() };
+        let by_path = modules(&model);
+        let endings = [".weight.lora_a", ".weight.lora_b"];
+        Self { model, rope_rows: arch.gguf_rope_rows, by_path, prefix: "", endings }
     }
 
     /// The name of a module.
@@ -209,9 +237,9 @@ impl Names {
     /// The module of a tensor, and whether the tensor is B. Errors: a tensor that belongs to no module, or to one that
     /// adapters may not change.
     fn module(&self, tensor: &str) -> Result<(ModuleId, bool)> {
-        let parts = tensor.strip_prefix("base_model.model.").and_then(|rest| {
-            let ends = [".lora_A.weight", ".lora_B.weight"].into_iter().enumerate();
-            ends.filter_map(|(i, end)| Some((rest.strip_suffix(end)?, i == 1))).next()
+        let parts = tensor.strip_prefix(self.prefix).and_then(|rest| {
+            let mut ends = self.endings.into_iter().enumerate();
+            ends.find_map(|(i, end)| Some((rest.strip_suffix(end)?, i == 1)))
         });
         let refuse = |what, value: &str| {
             let supported = "adapters of the projections of attention and of dense feed-forward blocks";
@@ -246,6 +274,21 @@ impl Names {
     }
 }
 
+/// The modules of a model by their names.
+fn modules(model: &ModelConfig) -> BTreeMap<String, ModuleId> {
+    let stored: BTreeSet<LayerWeight> = PARTS.into_iter().map(|part| model.stored_in(part).0).collect();
+    let mut modules = BTreeMap::new();
+    for id in model.weight_ids() {
+        if let WeightId::Layer(layer, part) = id
+            && stored.contains(&part)
+            && let Some(path) = path(model, ModuleId { layer, part })
+        {
+            modules.insert(path, ModuleId { layer, part });
+        }
+    }
+    modules
+}
+
 fn path(model: &ModelConfig, at: ModuleId) -> Option<String> {
     let name = model.names.name(WeightId::Layer(at.layer, at.part))?;
     name.strip_suffix(".weight").map(str::to_owned)
@@ -254,9 +297,9 @@ fn path(model: &ModelConfig, at: ModuleId) -> Option<String> {
 /// Checks type and shape of a matrix.
 fn check(tensor: &StoredTensor, want: [usize; 2]) -> Result<()> {
     let name = tensor.name.clone();
-    if !matches!(tensor.dtype, DType::F32 | DType::F16 | DType::BF16) {
+    if !matches!(tensor.dtype, DType::F32 | DType::F16 | DType::BF16 | DType::Q8_0) {
         let (tensor, dtype) = (name, tensor.dtype.name().to_uppercase());
-        return Err(Unsupported::TensorType { tensor, dtype, supported: "F32, F16, BF16" }.into());
+        return Err(Unsupported::TensorType { tensor, dtype, supported: "F32, F16, BF16, Q8_0" }.into());
     }
     if tensor.shape != want {
         return Err(FormatError::TensorShape { name, got: tensor.shape.clone(), want: want.to_vec() }.into());
