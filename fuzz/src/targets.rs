@@ -1,19 +1,17 @@
 //! One target for each parser. The input is a whole file, which is written where the parser reads it.
 
-use crate::model_files::adapter::Adapter;
+use crate::model_files::adapter::{self, Adapter};
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
 use crate::model_files::scaled::{Numbers, Scaled, Sharing, compressed_config, fp8_config};
-use crate::model_files::{TempFolder, check, gemma4, gpt_oss};
-use llaisys_core::arch::spec::LayerWeight;
+use crate::model_files::{TempFolder, check, encoder, gemma4, gpt_oss};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
 use llaisys_core::load::checkpoint::Checkpoint;
-use llaisys_core::load::encoder::{EncoderCheckpoint, Part};
-use llaisys_core::load::folder::ModelFolder;
+use llaisys_core::load::encoder::EncoderCheckpoint;
 use llaisys_core::load::gguf::Header;
 use llaisys_core::load::lora::LoraCheckpoint;
 use llaisys_core::load::tokenizer_json;
-use llaisys_core::threads::Pool;
+use std::path::Path;
 
 /// The last one must fail. It verifies that failures are detected.
 pub const NAMES: [&str; 14] = [
@@ -124,16 +122,15 @@ impl Target {
             Kind::Batch => run_batch(input),
             Kind::Encoder => {
                 self.scratch.write(self.file, input);
-                let folder = ModelFolder::open(self.scratch.path()).expect("the folder exists");
-                if let Ok(Some(checkpoint)) = EncoderCheckpoint::open(&folder, self.scratch.path()) {
-                    check_encoder(&checkpoint);
+                if let Ok(Some(checkpoint)) = EncoderCheckpoint::open(self.scratch.path()) {
+                    encoder::check(&checkpoint);
                 }
             }
             Kind::Adapter => {
                 self.scratch.write(self.file, input);
                 let model = Checkpoint::open(self.scratch.path()).expect("`find` has written it");
                 match LoraCheckpoint::open(self.scratch.path(), model.config(), 8) {
-                    Ok(adapter) => check_adapter(&adapter),
+                    Ok(adapter) => adapter::check(&adapter),
                     Err(error) => assert!(error.to_string().len() <= 8 * input.len() + 4096),
                 }
             }
@@ -144,6 +141,9 @@ impl Target {
                     drop(Header::parse(input).and_then(|header| header.tensors()));
                 }
                 let path = self.scratch.write(self.file, input);
+                if matches!(self.kind, Kind::Gguf) {
+                    open_others(&path, self.scratch.path());
+                }
                 let opened =
                     if matches!(self.kind, Kind::Gguf) { path.as_path() } else { self.scratch.path() };
                 match Checkpoint::open(opened) {
@@ -160,7 +160,8 @@ impl Target {
         match self.kind {
             Kind::Gguf => {
                 let files = ["llama", "qwen2", "qwen3"].map(Gguf::small).into_iter();
-                files.chain([gpt_oss::gguf(), gemma4::gguf()]).map(|file| file.bytes()).collect()
+                let others = [gpt_oss::gguf(), gemma4::gguf(), encoder::gguf(), adapter::gguf()];
+                files.chain(others).map(|file| file.bytes()).collect()
             }
             Kind::Tokenizer => vec![small_tokenizer()],
             Kind::Canary => vec![vec![0; 4]],
@@ -197,6 +198,17 @@ impl Target {
     }
 }
 
+/// Opens a GGUF file as an encoder, and as an adapter for the model in `folder`.
+fn open_others(path: &Path, folder: &Path) {
+    if let Ok(Some(checkpoint)) = EncoderCheckpoint::open(path) {
+        encoder::check(&checkpoint);
+    }
+    let model = Checkpoint::open(folder).expect("`find` has written it");
+    if let Ok(adapter) = LoraCheckpoint::open(path, model.config(), 8) {
+        adapter::check(&adapter);
+    }
+}
+
 fn small_tokenizer() -> Vec<u8> {
     br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":3,"content":"<s>","special":true}],
 "normalizer":{"type":"Sequence","normalizers":[{"type":"NFC"},{"type":"Replace","pattern":{"String":" "},"content":"_"}]},
@@ -204,41 +216,6 @@ fn small_tokenizer() -> Vec<u8> {
 "post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>"}},{"Sequence":{"id":"A","type_id":0}}],"special_tokens":{"<s>":{"ids":[3]}}},
 "decoder":{"type":"ByteLevel"},"model":{"type":"BPE","dropout":null,"vocab":{"a":0,"b":1,"ab":2},"merges":["a b",["a","b"]]}}"#
         .to_vec()
-}
-
-/// Reads every tensor of an opened encoder, which fails if its shape is not that of the file.
-fn check_encoder(checkpoint: &EncoderCheckpoint) {
-    let pool = Pool::new(1).expect("one thread starts");
-    for (name, part) in checkpoint.parts() {
-        match part {
-            Part::Vector(n) => {
-                assert_eq!(checkpoint.vector(&name, &pool).expect("it is in the file").len(), n);
-            }
-            Part::Matrix(n_rows, n_columns)
-            | Part::Gated(n_rows, n_columns)
-            | Part::Table(n_rows, n_columns) => {
-                assert_eq!(checkpoint.shape(&name).1, [n_rows, n_columns]);
-                let mut buffer = Vec::new();
-                checkpoint.read(&name, 0..n_rows, &mut buffer, &pool).expect("it is in the file");
-            }
-        }
-    }
-}
-
-/// Reads every matrix of an opened adapter. Numbers that are not finite are an error.
-fn check_adapter(adapter: &LoraCheckpoint) {
-    let pool = Pool::new(1).expect("one thread starts");
-    let (q, k, v, o) = (LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O);
-    let parts = [q, k, v, o, LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down];
-    let modules: Vec<_> = parts.iter().filter_map(|&part| adapter.module(0, part)).collect();
-    assert!(!modules.is_empty(), "an adapter has a module of this model");
-    for module in modules {
-        assert!((1..=8).contains(&module.rank) && adapter.rank() >= module.rank);
-        for matrix in [adapter.a(module, &pool), adapter.b(module, &pool)].into_iter().flatten() {
-            assert!(matrix.len() >= module.rank && matrix.iter().all(|value| value.is_finite()));
-        }
-    }
-    adapter.hash().expect("the file is not changed");
 }
 
 /// Reads the input as arrays: three lengths, then their bytes. Missing bytes are zero.

@@ -26,6 +26,7 @@ class GgufTokenizer:
     chat_template: str | None
     scores: list[float] | None = None
     add_space_prefix: bool | None = None
+    precompiled_charsmap: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

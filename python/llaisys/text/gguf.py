@@ -27,7 +27,7 @@ _MODELS = ("gpt2", "llama", "gemma4")
 # Values of `tokenizer.ggml.token_type` (GGUF specification) that are matched in text before the merges.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TIKTOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,7 +46,7 @@ _QWEN35 = (
 
 
 @dataclass(frozen=True)
-class _Pre:
+class PreTokenizer:
     """A pre-tokenizer. `splits` are applied in turn; matches and the text between them become words.
 
     `whole_words`: a word that is a token is kept whole (`ignore_merges`). `nfc`: text is composed first.
@@ -57,15 +57,15 @@ class _Pre:
     nfc: bool = False
 
 
-_PRE = {
-    "smollm": _Pre((r"\p{N}", _GPT2)),
-    "qwen2": _Pre((_TIKTOKEN % r"\p{N}",), nfc=True),
-    "qwen35": _Pre((_QWEN35,), nfc=True),
-    "llama-bpe": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
+PRES = {
+    "smollm": PreTokenizer((r"\p{N}", GPT2_SPLIT)),
+    "qwen2": PreTokenizer((_TIKTOKEN % r"\p{N}",), nfc=True),
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    "llama-bpe": PreTokenizer((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
     # llama.cpp reads it as llama-bpe.
-    "lfm2": _Pre((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
-    "gpt-4o": _Pre((_O200K,)),
-    "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "lfm2": PreTokenizer((_TIKTOKEN % r"\p{N}{1,3}",), whole_words=True),
+    "gpt-4o": PreTokenizer((_O200K,)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
 
@@ -74,19 +74,18 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
 
     Raises UnsupportedError naming an unknown `model` or `pre`, RejectedError for inconsistent metadata.
     """
+    check_gguf(gguf)
     if gguf.model not in _MODELS:
         raise UnsupportedError(
             f"tokenizer.ggml.model is {gguf.model!r}; supported are {', '.join(_MODELS)} (BPE)", param="model"
         )
-    pre = _PRE.get(gguf.pre)
+    pre = PRES.get(gguf.pre)
     if pre is None:
         raise UnsupportedError(
-            f"tokenizer.ggml.pre is {gguf.pre!r}; supported are {', '.join(_PRE)}", param="model"
+            f"tokenizer.ggml.pre is {gguf.pre!r}; supported are {', '.join(PRES)}", param="model"
         )
-    _check(gguf)
-    backend = _byte_level(gguf, pre) if gguf.model == "gpt2" else _spm(gguf)
-    backend.add_special_tokens(_added(gguf, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
-    backend.add_tokens(_added(gguf, lambda kind: kind == _USER_DEFINED, special=False))
+    backend = byte_level(gguf, pre) if gguf.model == "gpt2" else _spm(gguf)
+    add_tokens(backend, gguf)
     if gguf.add_bos and gguf.bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single="BOS $A", special_tokens=[("BOS", gguf.bos)]
@@ -94,7 +93,8 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
     return backend
 
 
-def _byte_level(gguf: GgufTokenizer, pre: _Pre) -> tokenizers.Tokenizer:
+def byte_level(gguf: GgufTokenizer, pre: PreTokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer of byte-level BPE, without special tokens. Raises RejectedError."""
     model = _model(gguf, [_merge(line) for line in gguf.merges], ignore_merges=pre.whole_words)
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC() if pre.nfc else None
@@ -115,7 +115,8 @@ def _spm(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
     return build_spm(model, add_space_prefix=bool(gguf.add_space_prefix))
 
 
-def _check(gguf: GgufTokenizer) -> None:
+def check_gguf(gguf: GgufTokenizer) -> None:
+    """Raise RejectedError for lists of impossible or different lengths, and for ids outside of them."""
     n_tokens = len(gguf.tokens)
     if not 0 < n_tokens <= VOCAB_MAX or len(gguf.merges) > MERGES_MAX:
         raise RejectedError(
@@ -147,6 +148,12 @@ def _merge(line: str) -> tuple[str, str]:
     if not left or not right or " " in right:
         raise RejectedError(f"the GGUF's merge {line!r} is not two tokens", param="model")
     return left, right
+
+
+def add_tokens(backend: tokenizers.Tokenizer, gguf: GgufTokenizer) -> None:
+    """Let the tokens that are no ordinary ones be matched in a text before it is divided."""
+    backend.add_special_tokens(_added(gguf, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
+    backend.add_tokens(_added(gguf, lambda kind: kind == _USER_DEFINED, special=False))
 
 
 def _added(gguf: GgufTokenizer, is_wanted: Callable[[int], bool], *, special: bool) -> list[AddedToken]:

@@ -40,7 +40,7 @@ def model_pooling(info: ModelInfo) -> str:
         return _GGUF.get(info.pooling_type, f"pooling_type {info.pooling_type}")
     folder = Path(info.path)
     if not folder.is_dir():
-        return DEFAULT
+        return ENCODER_DEFAULT if info.is_encoder else DEFAULT
     for kind in _modules(folder / "modules.json"):
         if kind not in _MODULES:
             return kind
@@ -66,9 +66,9 @@ def model_normalizes(info: ModelInfo) -> bool:
     For a score head, return whether its output becomes a number from 0 to 1. Raises UnsupportedError naming
     another activation.
     """
-    if info.has_score_head:
-        return _is_sigmoid(read_object(Path(info.path) / "config.json"))
     folder = Path(info.path)
+    if info.has_score_head:
+        return not folder.is_dir() or _is_sigmoid(read_object(folder / "config.json"))
     kinds = _modules(folder / "modules.json") if folder.is_dir() else []
     return "Pooling" not in kinds or "Normalize" in kinds
 

@@ -17,7 +17,9 @@ from tokenizers import normalizers, processors
 
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.model_info import ModelInfo
+from llaisys.text.charsmap import check_normalizer
 from llaisys.text.gguf import build_gguf
+from llaisys.text.gguf_encoder import build_gguf_encoder
 from llaisys.text.model_files import read_object, special_strings
 
 # The core has validated tokenizer.json (`_core.inspect`): size, nesting, counts, patterns and growth. The
@@ -242,6 +244,8 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
 
     Raises RejectedError (missing, damaged, too large) or UnsupportedError naming another kind.
     """
+    if info.tokenizer is not None and info.is_encoder:
+        return Tokenizer(build_gguf_encoder(info.tokenizer), is_encoder=True)
     if info.tokenizer is not None:
         return Tokenizer(build_gguf(info.tokenizer))
     return Tokenizer(_read_folder(Path(info.path)), is_encoder=info.is_encoder)
@@ -262,6 +266,7 @@ def _read_folder(folder: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as e:  # `tokenizers` raises plain Exception for every error in the file
         raise RejectedError(f"tokenizer.json cannot be read: {e}", param="model") from e
+    check_normalizer(backend)
     _add_config_tokens(backend, read_object(folder / "tokenizer_config.json"))
     _add_bos(backend, folder)
     return backend

@@ -32,8 +32,12 @@ pub struct EncoderSpec {
     pub eps_key: &'static str,
     /// The key of the activation, which is gelu.
     pub activation_key: &'static str,
-    /// The names of tensors.
+    /// `general.architecture` of a GGUF file.
+    pub gguf_architecture: &'static str,
+    /// The names of tensors in a folder.
     pub names: EncoderNames,
+    /// The names of tensors in a GGUF file, which have no prefix.
+    pub gguf_names: EncoderNames,
     /// Prefixes of the tensors that the forward pass does not need.
     pub skipped: &'static [&'static str],
 }
@@ -128,6 +132,23 @@ pub const BERT: EncoderSpec = EncoderSpec {
         head_norm: "",
         head_out: "classifier",
     },
+    gguf_architecture: "bert",
+    gguf_names: EncoderNames {
+        words: "token_embd",
+        positions: "position_embd",
+        types: "token_types",
+        embed_norm: "token_embd_norm",
+        qkv: &["blk.{}.attn_q", "blk.{}.attn_k", "blk.{}.attn_v"],
+        o: "blk.{}.attn_output",
+        attn_norm: "blk.{}.attn_output_norm",
+        up: "blk.{}.ffn_up",
+        down: "blk.{}.ffn_down",
+        ffn_norm: "blk.{}.layer_output_norm",
+        final_norm: "",
+        head_dense: "cls",
+        head_norm: "",
+        head_out: "cls.output",
+    },
     // Old checkpoints saved the list of positions.
     skipped: &["pooler.", "cls.", "embeddings.position_ids"],
 };
@@ -174,6 +195,23 @@ pub const MODERN_BERT: EncoderSpec = EncoderSpec {
         head_dense: "head.dense",
         head_norm: "head.norm",
         head_out: "classifier",
+    },
+    gguf_architecture: "modern-bert",
+    gguf_names: EncoderNames {
+        words: "token_embd",
+        positions: "",
+        types: "",
+        embed_norm: "token_embd_norm",
+        qkv: &["blk.{}.attn_qkv"],
+        o: "blk.{}.attn_output",
+        attn_norm: "blk.{}.attn_norm",
+        up: "blk.{}.ffn_up",
+        down: "blk.{}.ffn_down",
+        ffn_norm: "blk.{}.ffn_norm",
+        final_norm: "output_norm",
+        head_dense: "cls",
+        head_norm: "cls.norm",
+        head_out: "cls.output",
     },
     skipped: &["head.", "decoder."],
 };

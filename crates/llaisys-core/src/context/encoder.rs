@@ -3,12 +3,11 @@
 use super::{IsaName, THREADS_MAX};
 use crate::arch::encoder::EncoderConfig;
 use crate::dtype::{ComputeMode, KvDType};
-use crate::error::{FormatError, Rejected, Result, Unsupported};
+use crate::error::{Rejected, Result, Unsupported};
 use crate::forward::decoder::KvLayers;
 use crate::forward::encoder::{Encoder, EncoderRows, EncoderWorkspace};
 use crate::kv::Storage;
 use crate::load::encoder::EncoderCheckpoint;
-use crate::load::folder::{CONFIG_FILE, ModelFolder};
 use crate::load::weight_format::quantizes;
 use crate::ops::dispatch::Kernels;
 use crate::ops::{KvHeads, OpContext};
@@ -69,7 +68,7 @@ pub struct EncoderContext {
 }
 
 impl EncoderContext {
-    /// Opens the folder at `path`, packs its weights, and closes its files. Any thread may read the progress of loading
+    /// Opens the folder or the GGUF file at `path`, packs its weights, and closes its files. Any thread may read the progress of loading
     /// from `progress`.
     ///
     /// Errors: a damaged or unsupported checkpoint, or one that is no encoder; a setting out of its bounds; no memory.
@@ -80,10 +79,9 @@ impl EncoderContext {
                 Unsupported::feature("quantization of an encoder", value, "auto, float32, bfloat16").into()
             );
         }
-        let folder = ModelFolder::open(path)?;
-        let Some(checkpoint) = EncoderCheckpoint::open(&folder, path)? else {
-            let (file, key, expected) = (CONFIG_FILE, "architectures", "that of an encoder");
-            return Err(FormatError::KeyType { file, key, expected }.into());
+        let Some(checkpoint) = EncoderCheckpoint::open(path)? else {
+            let (path, supported) = (path.display(), "BERT, XLM-RoBERTa, ModernBERT");
+            return Err(Unsupported::feature("as an encoder the model", path, supported).into());
         };
         check(&settings, checkpoint.config())?;
         let kernels = Kernels::select(settings.isa)?;

@@ -8,18 +8,16 @@ use crate::arch::wrapper::BARE;
 use crate::dtype::{ComputeMode, DType};
 use crate::error::FormatError;
 use crate::error::{Result, Unsupported};
-use crate::load::encoder::EncoderCheckpoint;
 use crate::load::folder::ModelFolder;
 use crate::load::folder::config as folder_config;
 use crate::load::folder::generation_config::GenerationConfig;
 use crate::load::folder::quantization::{Quantization, QuantizedMatrix};
 use crate::load::gguf::GgufFile;
-use crate::load::gguf::config as gguf_config;
+use crate::load::gguf::config::{self as gguf_config, ModelHeader};
 use crate::load::model_info::{FileFormat, MemoryBytes, ModelInfo, Source, TensorSize};
 use crate::load::packed_size::PackedBytes;
 use crate::load::safetensors;
 use crate::load::tensor_files::{StoredTensor, TensorFiles, buffer_of};
-use crate::load::tokenizer_json;
 use crate::load::transposed::Transposed;
 use crate::load::weight_format::quantizes;
 use crate::quant::dequantize_row;
@@ -28,15 +26,6 @@ use crate::threads::Pool;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
-
-/// Files of a folder that the Python code reads.
-const PYTHON_FILES: [&str; 5] = [
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "modules.json",
-    "1_Pooling/config.json",
-];
 
 const NAMED: &str = "weight_ids returns only weights that the name table has";
 
@@ -92,30 +81,13 @@ impl Checkpoint {
         if std::fs::metadata(path).map_err(io)?.is_dir() {
             Self::open_folder(&ModelFolder::open(path)?, path)
         } else {
-            Self::open_gguf(path)
+            let file = GgufFile::open(path)?;
+            let header = file.with_header(gguf_config::read)?;
+            Self::of_gguf(file, header, path)
         }
     }
 
-    /// Reads the [`ModelInfo`] of a checkpoint, also of an encoder's. The files of a folder that the Python code reads are checked too: they
-    /// must be in the folder, and `tokenizer.json` must be within the bounds that protect the library that reads it.
-    ///
-    /// Errors: as [`Self::open`], `ModelFolder::regular_file` and `tokenizer_json::check`.
-    pub fn inspect(path: &Path) -> Result<ModelInfo> {
-        let io = |source| FormatError::Io { path: path.to_owned(), source };
-        if !std::fs::metadata(path).map_err(io)?.is_dir() {
-            return Ok(Self::open(path)?.info);
-        }
-        let folder = ModelFolder::open(path)?;
-        let info = match EncoderCheckpoint::open(&folder, path)? {
-            Some(encoder) => encoder.info().clone(),
-            None => Self::open_folder(&folder, path)?.info,
-        };
-        PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
-        tokenizer_json::check_folder(&folder)?;
-        Ok(info)
-    }
-
-    fn open_folder(folder: &ModelFolder, path: &Path) -> Result<Self> {
+    pub(super) fn open_folder(folder: &ModelFolder, path: &Path) -> Result<Self> {
         let generation = GenerationConfig::read(folder)?;
         let (mut config, quantization) = folder_config::read(folder, &generation)?;
         let mut files = safetensors::open(folder)?;
@@ -134,11 +106,9 @@ impl Checkpoint {
         Self::assemble(config, files, quantization, source)
     }
 
-    fn open_gguf(path: &Path) -> Result<Self> {
-        let file = GgufFile::open(path)?;
-        let ((config, tokenizer), pooling_type, tensors) = file.with_header(|header| {
-            Ok((gguf_config::read(header)?, gguf_config::pooling_type(header)?, header.tensors()?))
-        })?;
+    /// Combines a file with its header.
+    pub(super) fn of_gguf(file: GgufFile, header: ModelHeader, path: &Path) -> Result<Self> {
+        let ModelHeader { config, tokenizer, pooling_type, tensors } = header;
         let source = Source {
             path: path.to_string_lossy().into_owned(),
             file_format: FileFormat::Gguf,

@@ -23,6 +23,7 @@ pub mod encoder;
 pub mod file;
 pub mod folder;
 pub mod gguf;
+mod inspect;
 pub mod json;
 pub mod lora;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]

@@ -2,8 +2,10 @@
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::{Gguf, parse};
-use crate::model_files::{TempFolder, check, gemma4, gpt_oss};
+use crate::model_files::{TempFolder, adapter, check, encoder, gemma4, gpt_oss};
 use llaisys_core::load::checkpoint::Checkpoint;
+use llaisys_core::load::encoder::EncoderCheckpoint;
+use llaisys_core::load::lora::LoraCheckpoint;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -107,6 +109,24 @@ fn damaged_gguf_files_are_valid_or_rejected() {
         });
         for_each(600, vec(damage(), 1..5), |changes| {
             check_if_it_opens(&scratch.write("x.gguf", damaged(bytes.clone(), front, &changes)));
+        });
+    }
+}
+
+#[test]
+fn damaged_encoders_and_adapters_in_gguf_files_are_valid_or_rejected() {
+    let scratch = TempFolder::new();
+    let model = Folder::small("LlamaForCausalLM").open().unwrap();
+    for file in [encoder::gguf(), adapter::gguf()] {
+        let (bytes, front) = (file.bytes(), file.header().0.len());
+        for_each(600, vec(damage(), 1..5), |changes| {
+            let path = scratch.write("x.gguf", damaged(bytes.clone(), front, &changes));
+            if let Ok(Some(opened)) = EncoderCheckpoint::open(&path) {
+                encoder::check(&opened);
+            }
+            if let Ok(opened) = LoraCheckpoint::open(&path, model.config(), 8) {
+                adapter::check(&opened);
+            }
         });
     }
 }

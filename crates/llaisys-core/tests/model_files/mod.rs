@@ -1,6 +1,7 @@
 //! Writers of small model files, valid and damaged ones.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
 pub mod adapter;
+pub mod encoder;
 pub mod folder;
 pub mod gemma4;
 pub mod gguf;

@@ -30,7 +30,7 @@ impl Encoder {
     ) -> Result<Self> {
         let mut packer = Packer { checkpoint, mode, pool, progress, buffer: Vec::new() };
         let config = checkpoint.config().clone();
-        let names = &config.spec.names;
+        let names = checkpoint.names();
         let own = |name: &str| checkpoint.name(name);
         let learned = config.spec.positions != PositionRule::Rotated;
         let ropes = config.theta.map(|theta| RopeConfig::plain(theta).table(config.d_head()));
@@ -60,7 +60,7 @@ struct Packer<'a> {
 impl Packer<'_> {
     fn layer(&mut self, index: usize) -> Result<Layer> {
         let checkpoint = self.checkpoint;
-        let (config, names) = (checkpoint.config(), &checkpoint.config().spec.names);
+        let (config, names) = (checkpoint.config(), checkpoint.names());
         let at = |name: &str| checkpoint.name(&name.replace("{}", &index.to_string()));
         let (spec, d) = (config.spec, config.d_model);
         let qkv = match names.qkv {
@@ -92,10 +92,11 @@ impl Packer<'_> {
     fn head(&mut self) -> Result<Head> {
         let spec = self.checkpoint.config().spec;
         let normed = spec.head == HeadRule::Normed;
-        let out = spec.names.head_out;
+        let names = self.checkpoint.names();
+        let out = names.head_out;
         Ok(Head {
             dense: self.projection(&self.checkpoint.head_dense())?,
-            norm: normed.then(|| self.norm(spec.names.head_norm)).transpose()?,
+            norm: normed.then(|| self.norm(names.head_norm)).transpose()?,
             out: Projection { matrix: self.matrix(out, None)?, bias: Some(self.bias(out)?) },
         })
     }
@@ -131,7 +132,7 @@ impl Packer<'_> {
         let format = format.unwrap_or_else(|| self.checkpoint.format(&name, self.mode));
         let (dtype, [n_rows, n_columns]) = self.checkpoint.shape(&name);
         let rows = rows.start..rows.end.min(n_rows);
-        let row_bytes = dtype.bytes_of(n_columns).expect("float types have no blocks");
+        let row_bytes = dtype.bytes_of(n_columns).expect("rows are whole blocks");
         let at_once = (PIECE_BYTES / (row_bytes * PANEL)).max(1) * PANEL;
         let mut matrix = PackedMatrix::zeroed(format, rows.len(), n_columns)?;
         for start in (0..rows.len()).step_by(at_once) {

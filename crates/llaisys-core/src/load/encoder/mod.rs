@@ -1,10 +1,15 @@
-//! Checkpoints of encoders: a Hugging Face folder with one of the architectures of [`crate::arch::encoder`].
+//! Checkpoints of encoders: a Hugging Face folder or a GGUF file with one of the architectures of
+//! [`crate::arch::encoder`].
 
-use crate::arch::encoder::{self, EncoderConfig, EncoderTask, HeadRule, PositionRule};
+mod folder;
+pub(super) mod gguf;
+
+use crate::arch::encoder::{self, EncoderConfig, EncoderNames, EncoderTask, HeadRule, PositionRule};
 use crate::dtype::{ComputeMode, DType};
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
 use crate::load::folder::{CONFIG_FILE as FILE, ModelFolder};
+use crate::load::gguf::GgufFile;
 use crate::load::model_info::{FileFormat, KvBytesPerCell, ModelInfo};
 use crate::load::packed_size::PackedBytes;
 use crate::load::safetensors;
@@ -14,6 +19,7 @@ use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::quant::dequantize_row;
 use crate::tensor::{RowView, TensorRows};
 use crate::threads::Pool;
+use gguf::EncoderHeader;
 use serde_json::Value;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -38,28 +44,63 @@ pub enum Part {
 pub struct EncoderCheckpoint {
     config: EncoderConfig,
     files: TensorFiles,
+    names: &'static EncoderNames,
     /// The encoder's names begin with this.
     prefix: &'static str,
     info: ModelInfo,
 }
 
 impl EncoderCheckpoint {
-    /// Opens a folder; None if its architecture is no encoder.
+    /// Opens a folder or a GGUF file; None if its architecture is no encoder.
     ///
     /// Errors: [`FormatError`] for damage and contradictions; [`Unsupported`] for what is valid but not implemented.
-    pub fn open(folder: &ModelFolder, path: &Path) -> Result<Option<Self>> {
+    pub fn open(path: &Path) -> Result<Option<Self>> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        if std::fs::metadata(path).map_err(io)?.is_dir() {
+            Self::open_folder(&ModelFolder::open(path)?, path)
+        } else {
+            Self::open_gguf(path)
+        }
+    }
+
+    /// As [`Self::open`], for the folder at `path`.
+    pub(super) fn open_folder(folder: &ModelFolder, path: &Path) -> Result<Option<Self>> {
         let fields = Fields { file: FILE, map: folder.config()? };
         let first = fields.list("architectures")?.and_then(<[Value]>::first).and_then(Value::as_str);
         let Some((spec, task)) = first.and_then(encoder::find) else { return Ok(None) };
         let named = [spec.base, spec.masked, spec.classifier].into_iter().find(|&name| Some(name) == first);
-        let config = read_config(&fields, spec, task, named.expect("the row has this name"))?;
+        let config = folder::read_config(&fields, spec, task, named.expect("the row has this name"))?;
         let files = safetensors::open(folder)?;
         let words = format!("{}{}.weight", spec.prefix, spec.names.words);
         let prefix = if files.find(&words).is_some() { spec.prefix } else { "" };
-        let mut checkpoint = Self { info: ModelInfo::empty(), config, files, prefix };
-        checkpoint.check_tensors()?;
-        checkpoint.info = checkpoint.describe(path);
-        Ok(Some(checkpoint))
+        let names = &spec.names;
+        let checkpoint = Self { info: ModelInfo::empty(), config, files, names, prefix };
+        checkpoint.described(path).map(Some)
+    }
+
+    fn open_gguf(path: &Path) -> Result<Option<Self>> {
+        let file = GgufFile::open(path)?;
+        let header = file.with_header(gguf::read)?;
+        header.map(|header| Self::of_gguf(file, header, path)).transpose()
+    }
+
+    /// Combines a file with its header.
+    pub(super) fn of_gguf(file: GgufFile, header: EncoderHeader, path: &Path) -> Result<Self> {
+        let EncoderHeader { config, tokenizer, pooling_type, tensors } = header;
+        let (names, files) = (&config.spec.gguf_names, file.into_files(tensors));
+        let checkpoint = Self { info: ModelInfo::empty(), config, files, names, prefix: "" };
+        let mut checkpoint = checkpoint.described(path)?;
+        let info = &mut checkpoint.info;
+        (info.file_format, info.tokenizer) = (FileFormat::Gguf, Some(tokenizer));
+        info.pooling_type = pooling_type;
+        Ok(checkpoint)
+    }
+
+    /// Checks the tensors and fills in the properties of the model.
+    fn described(mut self, path: &Path) -> Result<Self> {
+        self.check_tensors()?;
+        self.info = self.describe(path);
+        Ok(self)
     }
 
     /// Hyper-parameters.
@@ -70,6 +111,11 @@ impl EncoderCheckpoint {
     /// The properties that are reported about the model.
     pub fn info(&self) -> &ModelInfo {
         &self.info
+    }
+
+    /// The names of tensors in the container.
+    pub fn names(&self) -> &'static EncoderNames {
+        self.names
     }
 
     /// The name of one of the encoder's tensors.
@@ -117,7 +163,7 @@ impl EncoderCheckpoint {
         pool: &Pool,
     ) -> Result<TensorRows<'b>> {
         let (dtype, [_, n_columns]) = self.shape(name);
-        let row_bytes = dtype.bytes_of(n_columns).expect("float types have no blocks");
+        let row_bytes = dtype.bytes_of(n_columns).expect("rows are whole blocks");
         let bytes = buffer_of(buffer, rows.len() * row_bytes)?;
         self.files.read(self.index(name), rows.start * row_bytes, bytes, pool)?;
         Ok(TensorRows { dtype, shape: [rows.len(), n_columns], bytes })
@@ -137,7 +183,7 @@ impl EncoderCheckpoint {
     /// Every tensor of the model with its full name.
     pub fn parts(&self) -> Vec<(String, Part)> {
         let (config, spec) = (&self.config, self.config.spec);
-        let (d, names) = (config.d_model, &spec.names);
+        let (d, names) = (config.d_model, self.names);
         let mut parts = Vec::new();
         let mut add = |name: String, part: Part, has_bias: bool| {
             let n_rows = match part {
@@ -192,7 +238,7 @@ impl EncoderCheckpoint {
 
     /// The name of the classifier's dense layer.
     pub fn head_dense(&self) -> String {
-        let name = self.config.spec.names.head_dense;
+        let name = self.names.head_dense;
         if self.config.spec.head == HeadRule::Pooler { self.name(name) } else { name.to_owned() }
     }
 
@@ -209,7 +255,7 @@ impl EncoderCheckpoint {
             known.insert(index);
             let tensor = &self.files.tensors()[index];
             if !tensor.dtype.is_weight() {
-                let (dtype, supported) = (tensor.dtype.name().to_uppercase(), "F32, F16, BF16");
+                let (dtype, supported) = (tensor.dtype.name().to_uppercase(), "floats and GGUF's blocks");
                 return Err(Unsupported::TensorType { tensor: name, dtype, supported }.into());
             }
             let want = match part {
@@ -243,7 +289,7 @@ impl EncoderCheckpoint {
         if self.config.task != EncoderTask::Score {
             return Ok(());
         }
-        let out = format!("{}.weight", self.config.spec.names.head_out);
+        let out = format!("{}.weight", self.names.head_out);
         let n_labels = self.find(&out).and_then(|index| self.files.tensors()[index].shape.first().copied());
         match n_labels {
             None | Some(1) => Ok(()),
@@ -297,106 +343,4 @@ impl EncoderCheckpoint {
         };
         self.parts().iter().map(bytes).sum()
     }
-}
-
-/// Reads the hyper-parameters. Errors: a missing or wrong key; an option that the forward pass does not implement.
-fn read_config(
-    fields: &Fields<'_>,
-    spec: &'static encoder::EncoderSpec,
-    task: EncoderTask,
-    architecture: &'static str,
-) -> Result<EncoderConfig> {
-    reject_unsupported(fields, spec)?;
-    let d_model = fields.required_size("hidden_size")?;
-    let stated = fields.required_size("max_position_embeddings")?;
-    let first_position = match spec.positions {
-        PositionRule::LearnedAfterPad => fields.size("pad_token_id")?.unwrap_or(1).saturating_add(1),
-        PositionRule::Learned | PositionRule::Rotated => 0,
-    };
-    let config = EncoderConfig {
-        spec,
-        task,
-        architecture,
-        n_layers: fields.required_size("num_hidden_layers")?,
-        d_model,
-        n_heads: fields.required_size("num_attention_heads")?,
-        d_ff: fields.required_size("intermediate_size")?,
-        vocab_size: fields.required_size("vocab_size")?,
-        max_positions: stated.saturating_sub(first_position),
-        first_position,
-        n_types: if spec.has_types { fields.size("type_vocab_size")?.unwrap_or(2) } else { 0 },
-        eps: fields.number(spec.eps_key)?.unwrap_or(if spec.pre_norms { 1e-5 } else { 1e-12 }) as f32,
-        theta: [
-            theta(fields, "sliding_attention", "local_rope_theta", 10_000.0)?,
-            theta(fields, "full_attention", "global_rope_theta", 160_000.0)?,
-        ],
-        window: fields.size("local_attention")?.unwrap_or(128) / 2,
-        global_every: fields.size("global_attn_every_n_layers")?.unwrap_or(3),
-        pools_mean: fields.text("classifier_pooling")? == Some("mean"),
-    };
-    config.check()?;
-    check_layer_types(fields, &config)?;
-    Ok(config)
-}
-
-/// The base of the rotary embedding of a kind of layers: `rope_parameters` of transformers 5, or the key of published
-/// files. Errors: a scaled rotary embedding.
-fn theta(fields: &Fields<'_>, kind: &'static str, key: &'static str, default: f64) -> Result<f64> {
-    let set = match fields.object("rope_parameters")? {
-        Some(sets) => sets.object(kind)?,
-        None => None,
-    };
-    let Some(set) = set else { return Ok(fields.number(key)?.unwrap_or(default)) };
-    match set.text("rope_type")?.unwrap_or("default") {
-        "default" => Ok(set.number("rope_theta")?.unwrap_or(default)),
-        other => Err(Unsupported::feature("rope_type", other, "default in an encoder").into()),
-    }
-}
-
-/// Errors: `layer_types` lists other layers than every n-th without a window.
-fn check_layer_types(fields: &Fields<'_>, config: &EncoderConfig) -> Result<()> {
-    let Some(kinds) = fields.list("layer_types")? else { return Ok(()) };
-    let kind = |index| if config.is_local(index) { "sliding_attention" } else { "full_attention" };
-    let want: Vec<Value> = (0..config.n_layers).map(|index| kind(index).into()).collect();
-    if kinds != want {
-        let supported = "every n-th layer full_attention (global_attn_every_n_layers)";
-        return Err(Unsupported::feature("layer_types", "another order", supported).into());
-    }
-    Ok(())
-}
-
-/// Rejects options that would need another forward pass.
-fn reject_unsupported(fields: &Fields<'_>, spec: &encoder::EncoderSpec) -> Result<()> {
-    let activation = fields.text(spec.activation_key)?.unwrap_or("gelu");
-    if activation != "gelu" {
-        return Err(Unsupported::feature(spec.activation_key, activation, "gelu").into());
-    }
-    const SWITCHES: [&str; 6] =
-        ["is_decoder", "add_cross_attention", "attention_bias", "mlp_bias", "norm_bias", "classifier_bias"];
-    for key in SWITCHES {
-        if fields.flag(key)? == Some(true) {
-            return Err(Unsupported::feature(key, true, "false").into());
-        }
-    }
-    for (key, supported) in [
-        ("position_embedding_type", &["absolute"][..]),
-        ("classifier_pooling", &["cls", "mean"]),
-        ("classifier_activation", &["gelu"]),
-    ] {
-        let stated = fields.text(key)?.unwrap_or(supported[0]);
-        if !supported.contains(&stated) {
-            return Err(Unsupported::Feature {
-                what: key,
-                value: stated.to_owned(),
-                supported: if supported.len() > 1 { "cls, mean" } else { supported[0] },
-            }
-            .into());
-        }
-    }
-    for key in ["rope_scaling", "quantization_config"] {
-        if let Some(value) = fields.get(key) {
-            return Err(Unsupported::feature(key, value, "null in an encoder").into());
-        }
-    }
-    Ok(())
 }

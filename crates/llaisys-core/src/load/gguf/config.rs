@@ -13,12 +13,13 @@ use crate::arch::config::{ModelConfig, add_ids};
 use crate::arch::rope::{
     LocalRope, LongRope, QueryScaling, RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude,
 };
-use crate::arch::spec::{self, ArchSpec, LayerWeight, QkNorm, SoftCap, WeightId, WindowRule};
-use crate::error::{FormatError, GgufError};
-use crate::error::{Result, Unsupported};
+use crate::arch::spec::{self, ArchSpec, LayerWeight, QkNorm, WeightId, WindowRule};
+use crate::error::{FormatError, Result, Unsupported};
 use crate::load::gguf::Header;
-use crate::load::gguf::metadata::{Metadata, Value};
-use crate::load::gguf::tokenizer::GgufTokenizer;
+use crate::load::gguf::keys::{Keys, expect_length, required};
+use crate::load::gguf::metadata::Value;
+use crate::load::gguf::tokenizer::{DECODERS, GgufTokenizer};
+use crate::load::tensor_files::StoredTensor;
 use crate::ops::KvHeads;
 
 /// llama.cpp's default where the file has no base.
@@ -28,22 +29,30 @@ const WINDOWED_KEY: &str = "attention.sliding_window_pattern";
 const EOS_KEYS: [&str; 3] =
     ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
 
-/// Reads the configuration and the tokenizer of a GGUF file.
+/// What is read from the header of a decoder's file.
+pub(in crate::load) struct ModelHeader {
+    pub(in crate::load) config: ModelConfig,
+    pub(in crate::load) tokenizer: GgufTokenizer,
+    /// As in [`ModelInfo`](crate::load::model_info::ModelInfo).
+    pub(in crate::load) pooling_type: Option<u64>,
+    pub(in crate::load) tensors: Vec<StoredTensor>,
+}
+
+/// Reads the header of a GGUF file.
 ///
 /// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer does not
 /// implement.
-pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> {
-    let metadata = &header.metadata;
-    let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
+pub(in crate::load) fn read(header: &Header<'_>) -> Result<ModelHeader> {
+    let keys = Keys::of(header)?;
+    let Keys { metadata, architecture } = keys;
     // An unknown architecture is reported before any error in its keys.
     spec::find(architecture, |arch| arch.gguf_architecture)?;
-    let keys = Keys { metadata, architecture };
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
     let has_window = keys.size(WINDOW_KEY)?.is_some_and(|window| window > 0);
     let arch = spec::find_gguf(architecture, n_experts, has_window)?;
     reject_unsupported(&keys, arch)?;
     reject_single_experts(header)?;
-    let tokenizer = GgufTokenizer::read(metadata)?;
+    let tokenizer = GgufTokenizer::read(metadata, DECODERS)?;
 
     let n_heads = keys.required_size("attention.head_count")?;
     let d_model = keys.required_size("embedding_length")?;
@@ -133,22 +142,14 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         let disagree = FormatError::Disagree { what: "the number of tokens", got, other: "vocab_size", want };
         return Err(disagree.into());
     }
-    Ok((config, tokenizer))
+    let (pooling_type, tensors) = (keys.pooling_type()?, header.tensors()?);
+    Ok(ModelHeader { config, tokenizer, pooling_type, tensors })
 }
 
 /// Returns the ids of the architecture's own end tokens.
 fn end_tokens(arch: &ArchSpec, tokenizer: &GgufTokenizer) -> Vec<u32> {
     let id_of = |end: &&str| tokenizer.tokens.iter().position(|token| token == end);
     arch.gguf_end_tokens.iter().filter_map(id_of).filter_map(|id| u32::try_from(id).ok()).collect()
-}
-
-/// Reads `<architecture>.pooling_type`: llama.cpp's number for how a prompt's hidden states become an embedding.
-///
-/// Errors: no architecture, or a value of another type.
-pub(crate) fn pooling_type(header: &Header<'_>) -> Result<Option<u64>> {
-    let metadata = &header.metadata;
-    let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
-    Ok(metadata.uint(&Keys { metadata, architecture }.full("pooling_type"))?)
 }
 
 fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
@@ -343,105 +344,8 @@ fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f
     Ok(1.0 / (by_width.unwrap_or(sizes.d_head) as f32).sqrt())
 }
 
-/// The keys below `<architecture>.`.
-struct Keys<'a> {
-    metadata: &'a Metadata<'a>,
-    architecture: &'a str,
-}
-
-impl Keys<'_> {
-    fn full(&self, key: &str) -> String {
-        format!("{}.{key}", self.architecture)
-    }
-
-    /// Reads a whole number. Errors: another type; an array (a size for each layer).
-    fn size(&self, key: &str) -> Result<Option<usize>> {
-        let key = self.full(key);
-        if let Some(Value::Array(_)) = self.metadata.get(&key) {
-            return Err(Unsupported::feature("a size for each layer", key, "one size for all layers").into());
-        }
-        Ok(self.metadata.uint(&key)?.map(|n| usize::try_from(n).unwrap_or(usize::MAX)))
-    }
-
-    /// As [`Self::size`]; an array must have the same size for every layer. Errors also: another number of layers.
-    fn size_of_layers(&self, key: &str, n_layers: usize) -> Result<Option<usize>> {
-        let full = self.full(key);
-        let Some(sizes) = self.metadata.uints(&full)? else { return self.size(key) };
-        if let [first, ref rest @ ..] = sizes[..]
-            && rest.len() + 1 == n_layers
-            && rest.iter().all(|&size| size == first)
-        {
-            return Ok(Some(usize::try_from(first).unwrap_or(usize::MAX)));
-        }
-        Err(Unsupported::feature("a size for each layer", full, "one size for all layers").into())
-    }
-
-    /// Reads the size of each layer: an array, or one number for all. Errors: none, or an array of another length.
-    fn sizes(&self, key: &'static str, n_layers: usize) -> Result<Vec<usize>> {
-        let Some(listed) = self.metadata.uints(&self.full(key))? else {
-            return Ok(vec![self.required_size(key)?; n_layers]);
-        };
-        expect_length(key, listed.len(), n_layers)?;
-        Ok(listed.into_iter().map(|n| usize::try_from(n).unwrap_or(usize::MAX)).collect())
-    }
-
-    fn required_size(&self, key: &str) -> Result<usize> {
-        required(self.size(key)?, &self.full(key))
-    }
-
-    fn float(&self, key: &str) -> Result<Option<f64>> {
-        Ok(self.metadata.float(&self.full(key))?)
-    }
-
-    fn required_float(&self, key: &str) -> Result<f64> {
-        required(self.float(key)?, &self.full(key))
-    }
-
-    /// Rejects a float key with a value other than its neutral ones.
-    fn expect_neutral(&self, key: &str, neutral: &[f64]) -> Result<()> {
-        match self.float(key)? {
-            Some(value) if !neutral.contains(&value) => Err(Unsupported::feature(
-                "the key",
-                format!("{} = {value}", self.full(key)),
-                "files without it",
-            )
-            .into()),
-            _ => Ok(()),
-        }
-    }
-
-    fn expect_whole_head_rotated(&self, arch: &ArchSpec, d_head: usize) -> Result<()> {
-        match self.size("rope.dimension_count")? {
-            Some(rotated) if rotated != d_head && arch.rope.partial_default.is_none() => {
-                let value = format!("{rotated} of {d_head} elements of a head");
-                Err(Unsupported::feature("rotating", value, "rotating the whole head").into())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Reads a multiplier; 0 means unset.
-    fn multiplier(&self, key: &str) -> Result<f32> {
-        Ok(self.float(key)?.filter(|&scale| scale != 0.0).unwrap_or(1.0) as f32)
-    }
-
-    /// Reads the soft cap, or returns the architecture's default; 0 means none.
-    fn soft_cap(&self, key: &str, rule: SoftCap) -> Result<Option<f32>> {
-        let stated = self.float(key)?;
-        match rule {
-            SoftCap::Unsupported => self.expect_neutral(key, &[0.0]).map(|()| None),
-            SoftCap::Stated(default) => {
-                Ok(stated.or(default).filter(|&cap| cap != 0.0).map(|cap| cap as f32))
-            }
-        }
-    }
-}
-
 fn reject_unsupported(keys: &Keys<'_>, arch: &ArchSpec) -> Result<()> {
-    match keys.metadata.str("general.type")? {
-        None | Some("model") => {}
-        Some(other) => return Err(Unsupported::feature("a GGUF file of the type", other, "model").into()),
-    }
+    keys.expect_model()?;
     if keys.metadata.bool(&keys.full("attention.causal"))? == Some(false) {
         return Err(Unsupported::feature("attention.causal", false, "causal attention").into());
     }
@@ -477,14 +381,4 @@ fn reject_single_experts(header: &Header<'_>) -> Result<()> {
         )
         .into()),
     }
-}
-
-/// Rejects a list `what` that has not one value for each layer.
-fn expect_length(what: &'static str, length: usize, n_layers: usize) -> Result<(), FormatError> {
-    let (got, want) = (length as u64, n_layers as u64);
-    if got == want { Ok(()) } else { Err(FormatError::Disagree { what, got, other: "block_count", want }) }
-}
-
-fn required<T>(value: Option<T>, key: &str) -> Result<T> {
-    Ok(value.ok_or_else(|| GgufError::KeyMissing { key: key.to_owned() })?)
 }

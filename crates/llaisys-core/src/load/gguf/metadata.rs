@@ -252,6 +252,15 @@ impl<'a> Metadata<'a> {
         Ok(Some(array.values().filter_map(number).collect()))
     }
 
+    /// Returns the array of bytes `key`; None if it is absent. Errors: another type.
+    pub fn bytes(&self, key: &str) -> Result<Option<Vec<u8>>, GgufError> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Array(Array { kind: Kind::U8 | Kind::I8, bytes, .. })) => Ok(Some(bytes.to_vec())),
+            Some(other) => Err(wrong_type(key, "an array of bytes", other)),
+        }
+    }
+
     /// Returns the array of booleans `key`; None if it is absent. Errors: another type.
     pub fn bools(&self, key: &str) -> Result<Option<Vec<bool>>, GgufError> {
         let array = match self.get(key) {

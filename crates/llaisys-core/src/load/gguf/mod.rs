@@ -10,8 +10,10 @@
 //! and the elements. Source: the GGUF specification, docs/gguf.md of ggml-org/ggml.
 
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
-pub(crate) mod config;
+pub(in crate::load) mod config;
 mod cursor;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+pub(in crate::load) mod keys;
 pub mod metadata;
 mod table;
 pub mod tokenizer;
