@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, overload
 from llaisys.config import load_config
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.llm_pooling import PoolingMethods
-from llaisys.lora_request import LoRARequest
+from llaisys.lora_request import LorasOrOne, loras_of
 from llaisys.model_assets import ModelAssets, load_model_assets
 from llaisys.model_info import ModelInfo
 from llaisys.model_tokenizer import ModelTokenizer
@@ -27,7 +27,6 @@ from llaisys.vllm_arguments import refuse
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 ParamsOrList: TypeAlias = "SamplingParams | Sequence[SamplingParams]"
 PriorityOrList: TypeAlias = "int | Sequence[int]"
-LorasOrOne: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
 PRIORITY_MAX = 2**31 - 1
 
 
@@ -289,7 +288,7 @@ class LLM(PoolingMethods):
             self._params(sampling_params, n),
             sessions=_sessions(given.session_id, n),
             priorities=_priorities(given.priority, n),
-            loras=_loras(given.lora_request, n),
+            loras=loras_of(given.lora_request, n),
         )
 
     def _run(
@@ -318,17 +317,6 @@ class _PerPrompt:
     session_id: str | Sequence[str]
     priority: PriorityOrList | None
     lora_request: LorasOrOne
-
-
-def _loras(given: LorasOrOne, n_prompts: int) -> Sequence[LoRARequest | None]:
-    """Return one adapter or None per prompt. Raises RejectedError."""
-    loras = [given] * n_prompts if given is None or isinstance(given, LoRARequest) else given
-    if len(loras) != n_prompts:
-        raise RejectedError(
-            f"{n_prompts} prompts and {len(loras)} lora_request: pass one for all, or one per prompt",
-            param="lora_request",
-        )
-    return loras
 
 
 def _priorities(given: PriorityOrList | None, n_prompts: int) -> Sequence[int]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llaisys.errors import RejectedError, RequestFailedError
+from llaisys.lora_request import LoRARequest, LorasOrOne, loras_of
 from llaisys.offline_engine import OfflineEngine, ShowProgress, merge_deltas
 from llaisys.outputs import (
     EmbeddingOutput,
@@ -37,20 +38,20 @@ class PoolingMethods:
         pooling_params: PoolingParamsOrList | None = None,
         *,
         use_tqdm: ShowProgress = True,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         pooling_task: str | None = None,
         tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the pooled hidden states of each prompt, in the order of the prompts.
 
-        As in vLLM, `pooling_task` is required; "embed" is supported. Prompts, errors and `use_tqdm` are those
-        of `generate`. Raises RequestFailedError if a request fails or times out, UnsupportedError if the
-        model needs a pooling that is not supported.
+        As in vLLM, `pooling_task` is required; "embed" is supported. Prompts, errors, `use_tqdm` and
+        `lora_request` are those of `generate`. Raises RequestFailedError if a request fails or times out,
+        UnsupportedError if the model needs a pooling that is not supported.
         """
         if pooling_task is None:
             raise RejectedError("pooling_task is required: pass 'embed', or use embed", param="pooling_task")
         check_task(pooling_task)
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         return [
             PoolingRequestOutput(
                 output.request_id,
@@ -59,7 +60,7 @@ class PoolingMethods:
                 output.num_cached_tokens,
                 output.finished,
             )
-            for output in self._pool(as_prompt_list(prompts), pooling_params, use_tqdm)
+            for output in self._pool(as_prompt_list(prompts), pooling_params, use_tqdm, lora_request)
         ]
 
     def embed(
@@ -68,11 +69,11 @@ class PoolingMethods:
         *,
         use_tqdm: ShowProgress = True,
         pooling_params: PoolingParamsOrList | None = None,
-        lora_request: None = None,
+        lora_request: LorasOrOne = None,
         tokenization_kwargs: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt, in the order of the prompts. Raises as `encode`."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         return [
             EmbeddingRequestOutput(
                 output.request_id,
@@ -81,7 +82,7 @@ class PoolingMethods:
                 output.num_cached_tokens,
                 output.finished,
             )
-            for output in self._pool(as_prompt_list(prompts), pooling_params, use_tqdm)
+            for output in self._pool(as_prompt_list(prompts), pooling_params, use_tqdm, lora_request)
         ]
 
     def score(
@@ -92,19 +93,18 @@ class PoolingMethods:
         *,
         use_tqdm: ShowProgress = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the score of each pair: a reranker's, or the cosine similarity of the embeddings.
 
         `data_1` has one text, which is compared with each text of `data_2`, or as many texts as `data_2`. A
-        reranker reads `data_1` as queries and `data_2` as documents, and needs texts.
+        reranker reads `data_1` as queries and `data_2` as documents, and needs texts. `lora_request` is the
+        adapter of all texts.
         The outputs have the order of `data_2`. Raises as `encode`, and RejectedError for other lengths.
         """
-        refuse(
-            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template
-        )
+        refuse(tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
         first, second = as_prompt_list(data_1), as_prompt_list(data_2)
         if not first or not second or len(first) not in (1, len(second)):
             raise RejectedError(
@@ -113,8 +113,9 @@ class PoolingMethods:
             )
         if self._engine.model.scores_pairs:
             queries = list(first) * (len(second) // len(first))
-            return self._score_pairs(list(zip(queries, second, strict=True)), pooling_params, use_tqdm)
-        pooled = self._pool([*first, *second], pooling_params, use_tqdm, normalize=True)
+            pairs = list(zip(queries, second, strict=True))
+            return self._score_pairs(pairs, pooling_params, use_tqdm, lora_request)
+        pooled = self._pool([*first, *second], pooling_params, use_tqdm, lora_request, normalize=True)
         left, right = pooled[: len(first)], pooled[len(first) :]
         return [_scored(a, b) for a, b in zip(left * (len(right) // len(left)), right, strict=True)]
 
@@ -123,6 +124,7 @@ class PoolingMethods:
         pairs: Sequence[tuple[Prompt, Prompt]],
         pooling_params: PoolingParams | None,
         use_tqdm: ShowProgress,
+        lora_request: LoRARequest | None,
     ) -> list[ScoringRequestOutput]:
         """Return what the model's score head or reranker computes for each pair of query and document."""
         engine, params = self._engine, pooling_params or PoolingParams()
@@ -138,6 +140,7 @@ class PoolingMethods:
             pooling="score",
             normalize=[engine.model.normalizes] * len(pairs),
             second_segments=[prompt.second_segment for prompt in prompts],
+            loras=loras_of(lora_request, len(pairs)),
         )
         scored = []
         for i, output in enumerate(merge_deltas(prepared, engine.deltas(prepared, use_tqdm=use_tqdm))):
@@ -160,6 +163,7 @@ class PoolingMethods:
         prompts: Sequence[Prompt],
         pooling_params: PoolingParamsOrList | None,
         use_tqdm: ShowProgress,
+        lora_request: LorasOrOne,
         *,
         normalize: bool | None = None,
     ) -> list[RequestOutput]:
@@ -171,7 +175,7 @@ class PoolingMethods:
                 f"{len(prompts)} prompts and {len(given)} pooling_params: pass one for all, or one each",
                 param="pooling_params",
             )
-        engine = self._engine
+        engine, loras = self._engine, loras_of(lora_request, len(prompts))
         for each in given:
             each.check_dimensions(engine.model.info.d_model)
         prepared = engine.prepare(
@@ -181,6 +185,7 @@ class PoolingMethods:
             normalize=[
                 _first_stated(normalize, each.normalize, default=engine.model.normalizes) for each in given
             ],
+            loras=loras,
         )
         outputs = merge_deltas(prepared, engine.deltas(prepared, use_tqdm=use_tqdm))
         for i, output in enumerate(outputs):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from llaisys.errors import RejectedError
 
@@ -37,6 +39,20 @@ class LoRARequest:
                 f"lora_path of {self.lora_name!r} is empty; pass the adapter's folder or GGUF file",
                 param="lora_path",
             )
+
+
+LorasOrOne: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
+
+
+def loras_of(given: LorasOrOne, n_prompts: int) -> Sequence[LoRARequest | None]:
+    """Return one adapter or None per prompt. Raises RejectedError."""
+    loras = [given] * n_prompts if given is None or isinstance(given, LoRARequest) else given
+    if len(loras) != n_prompts:
+        raise RejectedError(
+            f"{n_prompts} prompts and {len(loras)} lora_request: pass one for all, or one per prompt",
+            param="lora_request",
+        )
+    return loras
 
 
 class LoraNumbers:

@@ -108,6 +108,32 @@ def test_choices_share_the_prompt_of_their_adapter() -> None:
     assert forked[0].outputs != other[0].outputs
 
 
+def test_embeddings_and_scores_have_their_adapter() -> None:
+    """Each as alone, and as the adapter that a GGUF file or a folder has; also from cached prefixes."""
+    names = [None, *NAMES, None, NAMES[0]]
+    loras = [adapter(name) if name else None for name in names]
+    with LLM(str(BASE), **SETTINGS) as llm:
+        prompts = [{"prompt_token_ids": prompt(2)}] * len(names)
+        for _ in range(2):
+            made = llm.embed(prompts, lora_request=loras, use_tqdm=False)
+            vectors = [output.outputs.embedding for output in made]
+            alone = [
+                llm.embed(prompts[:1], lora_request=lora, use_tqdm=False)[0].outputs.embedding
+                for lora in loras
+            ]
+            assert vectors == alone
+            assert (vectors[0], vectors[1]) == (vectors[3], vectors[4])
+            assert vectors[0] != vectors[1] != vectors[2] != vectors[0]
+        (encoded,) = llm.encode(prompts[:1], pooling_task="embed", lora_request=loras[1], use_tqdm=False)
+        assert encoded.outputs.data.tolist() == vectors[1]
+        pair = ({"prompt_token_ids": prompt(1)}, prompts[0])
+        plain, adapted = (llm.score(*pair, lora_request=lora, use_tqdm=False) for lora in loras[:2])
+        assert plain[0].outputs.score != adapted[0].outputs.score
+        assert llm.score(*pair, lora_request=loras[1], use_tqdm=False) != plain
+        with pytest.raises(RejectedError, match="1 prompts and 2 lora_request"):
+            llm.embed(prompts[:1], lora_request=loras[:2])
+
+
 def test_what_is_refused() -> None:
     is_off = pytest.raises(UnsupportedError, match="LoRA is off; set enable_lora")
     with LLM(str(BASE), dtype="float32", device="cpu") as llm, is_off:

@@ -22,6 +22,7 @@ from llaisys import (
     ScoringRequestOutput,
     UnsupportedError,
 )
+from llaisys.lora_request import LoRARequest
 from llaisys.model_assets import ModelAssets
 from llaisys.text.reranker import YesNoReranker
 
@@ -133,14 +134,15 @@ def test_a_prompt_without_an_embedding_is_an_error(llm: LLM) -> None:
 
 
 def test_arguments_of_vllm_without_a_meaning_here(llm: LLM) -> None:
-    for name in ("lora_request", "tokenization_kwargs"):
-        for call in (
-            lambda **given: llm.embed("a", **given),
-            lambda **given: llm.encode("a", pooling_task="embed", **given),
-            lambda **given: llm.score("a", "b", **given),
-        ):
-            with pytest.raises(UnsupportedError, match=name):
-                call(**{name: {"x": 1}})  # type: ignore[no-untyped-call]
+    for call in (
+        lambda **given: llm.embed("a", **given),
+        lambda **given: llm.encode("a", pooling_task="embed", **given),
+        lambda **given: llm.score("a", "b", **given),
+    ):
+        with pytest.raises(UnsupportedError, match="tokenization_kwargs"):
+            call(tokenization_kwargs={"x": 1})  # type: ignore[no-untyped-call]
+        with pytest.raises(UnsupportedError, match="LoRA is off; set enable_lora"):
+            call(lora_request=LoRARequest("x", 1, "/x"))  # type: ignore[no-untyped-call]
     with pytest.raises(UnsupportedError, match="chat_template"):
         llm.score("a", "b", chat_template="{{ x }}")
 
