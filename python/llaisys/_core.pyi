@@ -401,9 +401,8 @@ class Context:
         Rows of a sequence without a sampler are sampled greedily. The last id that a decode samples for a
         sequence counts as its output. Raises RejectedError for a parameter out of its bounds."""
     def lora_load(self, path: str) -> tuple[int, str, int, int]:
-        """Load a LoRA adapter (a PEFT folder or a GGUF file; GIL released). Return its slot, a hash of what
-        it adds to K and V, its largest rank and its bytes. Raises RejectedError, UnsupportedError,
-        ExhaustedError (slots)."""
+        """Load an adapter (folder or GGUF; GIL released). Return its slot, a hash of what it adds to K and
+        V, its largest rank and its bytes. Raises RejectedError, UnsupportedError, ExhaustedError (slots)."""
     def lora_unload(self, slot: int) -> None:
         """Unload an adapter. Raises RejectedError while a sequence uses it."""
     def seq_set_lora(self, seq_id: int, slot: int) -> None:
