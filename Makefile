@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check docs test test-long test-clients lint fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check docs test test-long test-clients lint lint-rust lint-python lint-rest fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,13 +60,20 @@ browser: $(STAMPS)/python
 	@scripts/ensure-browser.sh $(PY)
 
 lint: build ## run rustfmt, clippy, ruff, mypy, stubtest, import rules, codespell and house tests
+	@$(MAKE) --no-print-directory --output-sync=target -j2 lint-rust lint-python lint-rest
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo clippy -p llaisys-py -p llaisys-core --features faults --lib --test faults --quiet -- -D warnings
+
+lint-python:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(PY) -m mypy.stubtest llaisys._core --ignore-missing-stub
+
+lint-rest:
 	$(VENV)/bin/lint-imports --no-cache
 	git ls-files -z '*.md' '*.py' '*.rs' '*.ts' '*.svelte' '*.yaml' | xargs -0 $(VENV)/bin/codespell
 	npm --prefix webui run --silent check
