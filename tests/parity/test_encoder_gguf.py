@@ -18,7 +18,7 @@ from parity.test_goldens import GOLDENS
 
 TEXTS = [
     "Where is the Eiffel Tower?",
-    "  two  spaces, caf\u00e9 and 北京\n",
+    "  two  spaces, café and 北京\n",
     "lower UPPER 1234 ... \U0001f980 unbelievably",
 ]
 

@@ -41,13 +41,13 @@ def pieces(tokenizer: GgufTokenizer, text: str) -> list[str]:
 
 
 def test_a_vocabulary_without_capitals_is_of_lowercased_text() -> None:
-    tokens = ("\u2581cafe", "\u2581ca", "f\u00e9", "fe")
-    assert pieces(word_piece(*tokens), "CAF\u00c9 caf\u00e9") == ["cafe", "cafe"]
+    tokens = ("\u2581cafe", "\u2581ca", "fé", "fe")
+    assert pieces(word_piece(*tokens), "CAFÉ café") == ["cafe", "cafe"]
     # One with a capital is not; accents stay, too.
-    assert pieces(word_piece(*tokens, "\u2581The"), "The caf\u00e9 cafe") == [
+    assert pieces(word_piece(*tokens, "\u2581The"), "The café cafe") == [
         "The",
         "ca",
-        "##f\u00e9",
+        "##fé",
         "cafe",
     ]
     assert pieces(word_piece(*tokens, "\u2581The"), "CAFE") == ["[UNK]"]
