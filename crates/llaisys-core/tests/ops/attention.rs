@@ -13,6 +13,11 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
     OpContext::new(kernels, pool, 256, 6 * 512).expect("memory for the scratch")
 }
 
+/// Contexts with 1, 2 and 3 threads for each instruction set. Each has much scratch memory, so tests use it again.
+fn contexts() -> Vec<(IsaName, [OpContext; 3])> {
+    IsaName::available().into_iter().map(|isa| (isa, [1, 2, 3].map(|n| context(isa, n)))).collect()
+}
+
 fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     let mut out = vec![f32::NAN; input.q.len()];
     attention(cx, input.queries_of(&input.q), input.layer(), input.rows(), &mut out);
@@ -50,6 +55,7 @@ fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
 /// Cells that no sequence has are NaN, so this also verifies that none of them is read.
 #[test]
 fn attention_agrees_with_the_reference_within_rounding() {
+    let mut contexts = contexts();
     for case in AttentionCase::all() {
         let input = case.build(Placement::Shuffled(1)).unwrap();
         if case.n_rows() == 0 {
@@ -63,8 +69,8 @@ fn attention_agrees_with_the_reference_within_rounding() {
             input.rows(),
         );
         let bound = input.tolerance();
-        for isa in IsaName::available() {
-            let got = compute(&mut context(isa, 2), &input);
+        for (isa, [_, two, _]) in &mut contexts {
+            let got = compute(two, &input);
             for (i, (&got, &want)) in got.iter().zip(&want).enumerate() {
                 let error = (f64::from(got) - want).abs();
                 assert!(
@@ -78,23 +84,20 @@ fn attention_agrees_with_the_reference_within_rounding() {
 
 #[test]
 fn bits_of_a_row_do_not_depend_on_batch_threads_or_cells() {
+    let mut contexts = contexts();
     for case in AttentionCase::all() {
         let in_order = case.build(Placement::InOrder).unwrap();
-        for isa in IsaName::available() {
-            let alone = compute_alone(&mut context(isa, 1), &in_order);
-            for n_threads in 1..=3 {
-                let mut cx = context(isa, n_threads);
-                let what = format!("{isa:?} on {n_threads} threads, {case:?}");
-                assert_same_bits(&compute(&mut cx, &in_order), &alone, &what);
-                let shuffled = case.build(Placement::Shuffled(n_threads as u64)).unwrap();
-                assert_same_bits(&compute(&mut cx, &shuffled), &alone, &what);
+        for (isa, contexts) in &mut contexts {
+            let alone = compute_alone(&mut contexts[0], &in_order);
+            for (i, cx) in contexts.iter_mut().enumerate() {
+                let what = format!("{isa:?} on {} threads, {case:?}", i + 1);
+                assert_same_bits(&compute(cx, &in_order), &alone, &what);
+                let shuffled = case.build(Placement::Shuffled(i as u64 + 1)).unwrap();
+                assert_same_bits(&compute(cx, &shuffled), &alone, &what);
             }
             let shuffled = case.build(Placement::Shuffled(9)).unwrap();
-            assert_same_bits(
-                &compute_alone(&mut context(isa, 3), &shuffled),
-                &alone,
-                &format!("{isa:?} {case:?}"),
-            );
+            let what = format!("{isa:?} {case:?}");
+            assert_same_bits(&compute_alone(&mut contexts[2], &shuffled), &alone, &what);
         }
     }
 }
@@ -158,6 +161,7 @@ fn non_finite_numbers_affect_only_the_rows_that_see_them() {
 /// An encoder's rows see cells after their own: all of their text, or a window to both sides.
 #[test]
 fn rows_that_see_later_cells_agree_with_the_reference() {
+    let mut contexts = contexts();
     for len in [1_usize, 7, 130] {
         let sequences = vec![Sequence { len, n_rows: len.min(200) }, Sequence { len: 40, n_rows: 40 }];
         let case = AttentionCase {
@@ -191,10 +195,9 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
                 all,
             );
             let row_len = input.q.len() / rows.len();
-            for isa in IsaName::available() {
-                let mut cx = context(isa, 2);
+            for (isa, [one, two, _]) in &mut contexts {
                 let mut got = vec![f32::NAN; input.q.len()];
-                attention(&mut cx, input.queries_of(&input.q), input.layer(), all, &mut got);
+                attention(two, input.queries_of(&input.q), input.layer(), all, &mut got);
                 for (got, want) in got.iter().zip(&want) {
                     assert!((f64::from(*got) - want).abs() <= input.tolerance(), "{isa:?} {len} {window:?}");
                 }
@@ -202,7 +205,7 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
                     let rows = AttentionRows { cells, rows: &rows[i..=i], window: None, n_shared: &[] };
                     let mut alone = vec![f32::NAN; row_len];
                     let q = input.queries_of(&input.q[i * row_len..(i + 1) * row_len]);
-                    attention(&mut context(isa, 1), q, input.layer(), rows, &mut alone);
+                    attention(one, q, input.layer(), rows, &mut alone);
                     assert_same_bits(&alone, want, &format!("{isa:?} {len} {window:?} row {i}"));
                 }
             }
