@@ -93,14 +93,13 @@ def write_gguf_adapter(path: Path, name: str, *, a_type: gguf.GGMLQuantizationTy
     """Write the adapter of a golden as llama.cpp's converter does, each A of whole blocks as `a_type`."""
     family, shape, _ = read_model(base_of(name))
     matrices = read_weights(LORAS / name / "adapter_model.safetensors")
-    ends = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
     a, b = (
         {
             key.removeprefix("base_model.model.").replace(end, ".weight"): value
             for key, value in sorted(matrices.items())
             if key.endswith(end)
         }
-        for end in ends.values()
+        for end in (".lora_A.weight", ".lora_B.weight")
     )
     writer = gguf.GGUFWriter(path, str(FAMILIES[family].gguf))
     writer.add_type("adapter")

@@ -74,7 +74,6 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
 
     Raises UnsupportedError naming an unknown `model` or `pre`, RejectedError for inconsistent metadata.
     """
-    check_gguf(gguf)
     if gguf.model not in _MODELS:
         raise UnsupportedError(
             f"tokenizer.ggml.model is {gguf.model!r}; supported are {', '.join(_MODELS)} (BPE)", param="model"
@@ -84,6 +83,7 @@ def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
         raise UnsupportedError(
             f"tokenizer.ggml.pre is {gguf.pre!r}; supported are {', '.join(PRES)}", param="model"
         )
+    check_gguf(gguf)
     backend = byte_level(gguf, pre) if gguf.model == "gpt2" else _spm(gguf)
     add_tokens(backend, gguf)
     if gguf.add_bos and gguf.bos is not None:

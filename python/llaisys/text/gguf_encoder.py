@@ -16,7 +16,7 @@ from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.model_info import GgufTokenizer
 from llaisys.text.charsmap import check_charsmap
 from llaisys.text.gguf import GPT2_SPLIT, PRES, PreTokenizer, add_tokens, byte_level, check_gguf
-from llaisys.text.spm import SPACE
+from llaisys.text.spm import SPACE, scores_of
 
 _PRES = {"modern-bert": PreTokenizer((GPT2_SPLIT,), nfc=True), "qwen2": PRES["qwen2"]}
 # A value of `tokenizer.ggml.token_type` (GGUF specification).
@@ -78,9 +78,7 @@ def _word_piece(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
 
 
 def _unigram(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
-    if gguf.scores is None or len(gguf.scores) != len(gguf.tokens):
-        raise RejectedError("the GGUF's scores do not match its tokens one to one", param="model")
-    vocab = list(zip(gguf.tokens, gguf.scores, strict=True))
+    vocab = list(zip(gguf.tokens, scores_of(gguf), strict=True))
     backend = tokenizers.Tokenizer(models.Unigram(vocab, gguf.unk, byte_fallback=False))
     steps: list[normalizers.Normalizer] = []
     if gguf.precompiled_charsmap:

@@ -37,14 +37,19 @@ def build_spm(model: models.BPE, *, add_space_prefix: bool) -> tokenizers.Tokeni
     return backend
 
 
+def scores_of(gguf: GgufTokenizer) -> list[float]:
+    """Return the score of each token. Raises RejectedError if they are missing or are not one for each."""
+    if gguf.scores is None or len(gguf.scores) != len(gguf.tokens):
+        raise RejectedError("the GGUF's scores do not match its tokens one to one", param="model")
+    return gguf.scores
+
+
 def merges_by_score(gguf: GgufTokenizer) -> list[tuple[str, str]]:
     """Return the merges that follow from the scores. The other lists in `gguf` have equal lengths.
 
     Raises RejectedError for a token above `PIECE_MAX` characters or missing scores.
     """
-    if gguf.scores is None or len(gguf.scores) != len(gguf.tokens):
-        raise RejectedError("the GGUF's scores do not match its tokens one to one", param="model")
-    entries = zip(gguf.tokens, gguf.scores, gguf.token_types, strict=True)
+    entries = zip(gguf.tokens, scores_of(gguf), gguf.token_types, strict=True)
     pieces = {token: score for token, score, kind in entries if kind in _MERGED_TYPES}
     longest = max(map(len, pieces), default=0)
     if longest > PIECE_MAX:

@@ -68,8 +68,8 @@ pub struct EncoderContext {
 }
 
 impl EncoderContext {
-    /// Opens the folder or the GGUF file at `path`, packs its weights, and closes its files. Any thread may read the progress of loading
-    /// from `progress`.
+    /// Opens the folder or the GGUF file at `path`, packs its weights, and closes its files. Any thread may read the
+    /// progress of loading from `progress`.
     ///
     /// Errors: a damaged or unsupported checkpoint, or one that is no encoder; a setting out of its bounds; no memory.
     pub fn load(path: &Path, settings: EncoderSettings, progress: Arc<Progress>) -> Result<Self> {

@@ -77,14 +77,12 @@ impl Checkpoint {
     /// Errors: [`FormatError`] for damage and contradictions; [`crate::error::Unsupported`] for what is valid but not
     /// implemented.
     pub fn open(path: &Path) -> Result<Self> {
-        let io = |source| FormatError::Io { path: path.to_owned(), source };
-        if std::fs::metadata(path).map_err(io)?.is_dir() {
-            Self::open_folder(&ModelFolder::open(path)?, path)
-        } else {
-            let file = GgufFile::open(path)?;
-            let header = file.with_header(gguf_config::read)?;
-            Self::of_gguf(file, header, path)
+        if let Some(folder) = ModelFolder::find(path)? {
+            return Self::open_folder(&folder, path);
         }
+        let file = GgufFile::open(path)?;
+        let header = file.with_header(gguf_config::read)?;
+        Self::of_gguf(file, header, path)
     }
 
     pub(super) fn open_folder(folder: &ModelFolder, path: &Path) -> Result<Self> {

@@ -6,7 +6,7 @@ use super::folder::ModelFolder;
 use super::gguf::{GgufFile, config as gguf_config};
 use super::model_info::ModelInfo;
 use super::tokenizer_json;
-use crate::error::{FormatError, Result};
+use crate::error::Result;
 use std::path::Path;
 
 /// Files of a folder that the Python code reads.
@@ -25,11 +25,7 @@ impl Checkpoint {
     ///
     /// Errors: as [`Self::open`], `ModelFolder::regular_file` and `tokenizer_json::check`.
     pub fn inspect(path: &Path) -> Result<ModelInfo> {
-        let io = |source| FormatError::Io { path: path.to_owned(), source };
-        if !std::fs::metadata(path).map_err(io)?.is_dir() {
-            return Self::inspect_gguf(path);
-        }
-        let folder = ModelFolder::open(path)?;
+        let Some(folder) = ModelFolder::find(path)? else { return Self::inspect_gguf(path) };
         let info = match EncoderCheckpoint::open_folder(&folder, path)? {
             Some(encoder) => encoder.info().clone(),
             None => Self::open_folder(&folder, path)?.info().clone(),

@@ -14,7 +14,7 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
 }
 
 /// Contexts with 1, 2 and 3 threads for each instruction set. Each has much scratch memory, so tests use it again.
-fn contexts() -> Vec<(IsaName, [OpContext; 3])> {
+pub(crate) fn contexts() -> Vec<(IsaName, [OpContext; 3])> {
     IsaName::available().into_iter().map(|isa| (isa, [1, 2, 3].map(|n| context(isa, n)))).collect()
 }
 
@@ -47,7 +47,7 @@ fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     out
 }
 
-fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
+pub(crate) fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
     let different = got.iter().zip(want).filter(|(got, want)| got.to_bits() != want.to_bits()).count();
     assert!(got.len() == want.len() && different == 0, "{what}: {different} of {} differ", want.len());
 }

@@ -1,16 +1,9 @@
 //! Attention of sequences whose lists begin with the same cells: the bits of each row alone.
 
+use crate::attention::{assert_same_bits, contexts};
 use llaisys_core::dtype::KvDType;
 use llaisys_core::ops::cases::attention::{AttentionCase, AttentionInput, Placement, Sequence};
-use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::{AttentionRow, AttentionRows, OpContext, attention};
-use llaisys_core::threads::Pool;
-
-fn context(isa: IsaName, n_threads: usize) -> OpContext {
-    let kernels = Kernels::select(Some(isa)).expect("the machine has the instruction set");
-    let pool = Pool::new(n_threads).expect("threads start");
-    OpContext::new(kernels, pool, 256, 6 * 512).expect("memory for the scratch")
-}
 
 /// Lists of sequences with a common prefix.
 struct Lists {
@@ -60,6 +53,7 @@ impl Lists {
 
 #[test]
 fn a_row_has_the_same_bits_with_a_prefix_that_others_share() {
+    let mut contexts = contexts();
     let one = |len| Sequence { len, n_rows: 1 };
     let crowd: Vec<Sequence> = (0..20).map(|i| one(1 + i * 37 % 300)).collect();
     // Drafts and prompts next to single rows; a long tail, which shares less than half; the whole list shared.
@@ -78,13 +72,12 @@ fn a_row_has_the_same_bits_with_a_prefix_that_others_share() {
             let case = AttentionCase { heads, d_head: 16, dtype, sinks, sequences, ..AttentionCase::plain() };
             let input = case.build(Placement::Shuffled(number as u64)).unwrap();
             let lists = Lists::new(&input, prefix, &tails);
-            for isa in IsaName::available() {
-                let alone = lists.compute_alone(&mut context(isa, 1), &input);
+            for (isa, contexts) in &mut contexts {
+                let alone = lists.compute_alone(&mut contexts[0], &input);
                 assert!(alone.iter().all(|value| value.is_finite()));
-                for n_threads in 1..=3 {
-                    let got = lists.compute(&mut context(isa, n_threads), &input);
-                    let same = got.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits());
-                    assert!(same, "{isa:?} on {n_threads} threads, prefix {prefix}, {heads:?} {dtype:?}");
+                for (i, cx) in contexts.iter_mut().enumerate() {
+                    let what = format!("{isa:?} on {} threads, prefix {prefix}, {heads:?} {dtype:?}", i + 1);
+                    assert_same_bits(&lists.compute(cx, &input), &alone, &what);
                 }
             }
         }

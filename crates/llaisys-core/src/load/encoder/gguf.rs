@@ -1,10 +1,12 @@
 //! The configuration of an encoder in a GGUF file, with the keys of llama.cpp's converter.
 
-use crate::arch::encoder::{BERT, EncoderConfig, EncoderSpec, EncoderTask, MODERN_BERT, XLM_ROBERTA};
+use crate::arch::encoder::{
+    BERT, ENCODERS, EncoderConfig, EncoderSpec, EncoderTask, MODERN_BERT, XLM_ROBERTA,
+};
 use crate::error::{Result, Unsupported};
 use crate::load::gguf::Header;
 use crate::load::gguf::keys::Keys;
-use crate::load::gguf::tokenizer::{ENCODERS, GgufTokenizer};
+use crate::load::gguf::tokenizer::{self, GgufTokenizer};
 use crate::load::tensor_files::StoredTensor;
 
 /// What is read from the header of an encoder's file.
@@ -21,13 +23,10 @@ pub(in crate::load) struct EncoderHeader {
 /// Errors: a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer does not implement.
 pub(in crate::load) fn read(header: &Header<'_>) -> Result<Option<EncoderHeader>> {
     let keys = Keys::of(header)?;
-    let Some(tokenizer) = [BERT.gguf_architecture, MODERN_BERT.gguf_architecture]
-        .contains(&keys.architecture)
-        .then(|| GgufTokenizer::read(keys.metadata, ENCODERS))
-        .transpose()?
-    else {
+    if !ENCODERS.iter().any(|spec| spec.gguf_architecture == keys.architecture) {
         return Ok(None);
-    };
+    }
+    let tokenizer = GgufTokenizer::read(keys.metadata, tokenizer::ENCODERS)?;
     keys.expect_model()?;
     if keys.metadata.bool(&keys.full("attention.causal"))? == Some(true) {
         return Err(Unsupported::feature("attention.causal of an encoder", true, "false").into());

@@ -55,12 +55,12 @@ impl EncoderCheckpoint {
     ///
     /// Errors: [`FormatError`] for damage and contradictions; [`Unsupported`] for what is valid but not implemented.
     pub fn open(path: &Path) -> Result<Option<Self>> {
-        let io = |source| FormatError::Io { path: path.to_owned(), source };
-        if std::fs::metadata(path).map_err(io)?.is_dir() {
-            Self::open_folder(&ModelFolder::open(path)?, path)
-        } else {
-            Self::open_gguf(path)
+        if let Some(folder) = ModelFolder::find(path)? {
+            return Self::open_folder(&folder, path);
         }
+        let file = GgufFile::open(path)?;
+        let header = file.with_header(gguf::read)?;
+        header.map(|header| Self::of_gguf(file, header, path)).transpose()
     }
 
     /// As [`Self::open`], for the folder at `path`.
@@ -76,12 +76,6 @@ impl EncoderCheckpoint {
         let names = &spec.names;
         let checkpoint = Self { info: ModelInfo::empty(), config, files, names, prefix };
         checkpoint.described(path).map(Some)
-    }
-
-    fn open_gguf(path: &Path) -> Result<Option<Self>> {
-        let file = GgufFile::open(path)?;
-        let header = file.with_header(gguf::read)?;
-        header.map(|header| Self::of_gguf(file, header, path)).transpose()
     }
 
     /// Combines a file with its header.
@@ -255,7 +249,7 @@ impl EncoderCheckpoint {
             known.insert(index);
             let tensor = &self.files.tensors()[index];
             if !tensor.dtype.is_weight() {
-                let (dtype, supported) = (tensor.dtype.name().to_uppercase(), "floats and GGUF's blocks");
+                let (dtype, supported) = (tensor.dtype.name().to_uppercase(), "F32, F16, BF16");
                 return Err(Unsupported::TensorType { tensor: name, dtype, supported }.into());
             }
             let want = match part {

@@ -49,6 +49,13 @@ impl ModelFolder {
         Ok(Self { folder, roots, config: OnceLock::new() })
     }
 
+    /// As [`Self::open`]; None if `path` is a file. Errors: as [`Self::open`].
+    pub(in crate::load) fn find(path: &Path) -> Result<Option<Self>, FormatError> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        let is_folder = fs::metadata(path).map_err(io)?.is_dir();
+        is_folder.then(|| Self::open(path)).transpose()
+    }
+
     /// The path of the folder, symbolic links resolved.
     pub fn path(&self) -> &Path {
         &self.folder

@@ -99,8 +99,8 @@ impl GgufTokenizer {
             let value = "true".to_owned();
             return Err(Unsupported::Feature { what, value, supported: "false" }.into());
         }
-        let charsmap = metadata.bytes("tokenizer.ggml.precompiled_charsmap")?;
-        let precompiled_charsmap = charsmap.filter(|_| model == UNIGRAM);
+        let charsmap = || metadata.bytes("tokenizer.ggml.precompiled_charsmap");
+        let precompiled_charsmap = if model == UNIGRAM { charsmap()? } else { None };
         let token_types =
             metadata.ints("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
         if token_types.len() != tokens.len() {

@@ -73,9 +73,7 @@ impl LoraCheckpoint {
     /// Errors: [`FormatError`] for damage; [`LoraError`] for matrices that do not belong to this model, or a rank above
     /// the limit; [`Unsupported`] for what is valid but not implemented.
     pub fn open(path: &Path, model: &ModelConfig, max_rank: usize) -> Result<Self> {
-        let io = |source| FormatError::Io { path: path.to_owned(), source };
-        if std::fs::metadata(path).map_err(io)?.is_dir() {
-            let folder = ModelFolder::open(path)?;
+        if let Some(folder) = ModelFolder::find(path)? {
             let config = LoraConfig::read(&folder)?;
             let files = safetensors::open_file(&folder, TENSORS_FILE)?;
             Self::assemble(Names::of_folder(model), config, files, max_rank)

@@ -69,12 +69,13 @@ pub(super) fn cut_rows(all: AttentionRows<'_>, heights: Heights, chunks: &mut Ve
     // The fewest cells that a row of the last chunk sees.
     let mut fewest = 0;
     for (i, row) in rows.iter().enumerate() {
+        let span_len = all.span_len(*row);
         if let Some(chunk) = chunks.last_mut()
-            && all.span_len(rows[i - 1]) == all.span_len(*row)
+            && all.span_len(rows[i - 1]) == span_len
         {
-            let is_same_list = chunk.n_shared.min(all.n_shared(i)) == usize::MAX;
-            let n_shared = chunk.n_shared.min(all.n_shared(i)).min(fewest).min(row.n());
-            let n_shared = n_shared / all.span_len(*row) * all.span_len(*row);
+            let n_shared = chunk.n_shared.min(all.n_shared(i));
+            let is_same_list = n_shared == usize::MAX;
+            let n_shared = n_shared.min(fewest).min(row.n()) / span_len * span_len;
             let highest = if is_same_list { heights.same_list } else { heights.same_start };
             if (is_same_list || 2 * n_shared >= row.n()) && (chunk.n as usize) < highest {
                 chunk.n += 1;
