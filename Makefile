@@ -3,6 +3,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# The tests start hundreds of servers, which import bytecode also where the environment says not to write it.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV   := .venv
 PY     := $(VENV)/bin/python

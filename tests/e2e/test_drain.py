@@ -156,7 +156,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)  # half a minute on two quiet cores
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_signal_at_random_moments(model: Path, tmp_path: Path, half: int) -> None:
     """Run half of the moments, two servers at a time: one starts while the other ends."""
     chosen = moments()[half::2]

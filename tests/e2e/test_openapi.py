@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 KEY = "sesame"
 # Another seed generates other bodies. It is printed with the failures.
 SEED = 6
-N_EXAMPLES = 20
+N_EXAMPLES = 12
 
 
 @pytest.fixture(scope="module")

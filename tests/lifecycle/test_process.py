@@ -35,7 +35,7 @@ from serving import END_S, long_model
 from waiting import until
 
 SEED = 20
-N_KILLS, N_STREAMS = 20, 32
+N_KILLS, N_STREAMS = 12, 32
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from sim.context import SimContext
 
 # Only the first requests are traced, since tracing is slow. The warm-up of each part fills what is bounded:
 # the prefix cache, its record of evictions, the timelines of ended requests.
-N_TRACED, N_WARM = 30_000, 10_000
+N_TRACED, N_WARM = 15_000, 5_000
 
 
 class ShortRequests:

@@ -461,7 +461,7 @@ def test_reasoning_goes_on_after_a_reload(context: BrowserContext, tmp_path: Pat
 
 def test_a_tool_call_is_shown_after_a_reload(context: BrowserContext, tmp_path: Path) -> None:
     """The page is reloaded while the model writes the call, whose result is then sent in the background."""
-    text = {"text": {"const": "again and " * 600}}
+    text = {"text": {"const": "again and " * 300}}
     schema = {"type": "object", "properties": text, "required": ["text"], "additionalProperties": False}
     note = {"type": "function", "name": "note", "parameters": schema}
     flags = ("--response-store", str(tmp_path / "responses.db"), *LONG, "--tool-call-parser", "hermes")

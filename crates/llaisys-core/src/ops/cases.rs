@@ -121,17 +121,18 @@ pub fn rms_norm_tolerance(width: usize, want: f64) -> f64 {
     ((width / 32 + 13) as f64 + 6.0) * ROUNDING * want.abs() + UNDERFLOW
 }
 
-/// The largest error of `layer_norm` against `want`, for weights of at most 1.
+/// The largest error of `layer_norm` of a row against the wanted number, for weights of at most 1.
 ///
 /// Mean and variance have the roundings of [`rms_norm_tolerance`]. An error of the mean is relative to the row's largest
 /// number, and is divided by the root as the row is.
-pub fn layer_norm_tolerance(row: &[f32], eps: f32, want: f64) -> f64 {
+pub fn layer_norm_tolerance(row: &[f32], eps: f32) -> impl Fn(f64) -> f64 + use<> {
     let d = row.len() as f64;
     let mean = row.iter().map(|&x| f64::from(x)).sum::<f64>() / d;
     let variance = row.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / d;
     let largest = row.iter().map(|&x| f64::from(x.abs())).fold(0.0, f64::max);
     let n_roundings = (row.len() / 32 + 13) as f64 + 8.0;
-    n_roundings * ROUNDING * (2.0 * want.abs() + largest / (variance + f64::from(eps)).sqrt()) + UNDERFLOW
+    let largest = largest / (variance + f64::from(eps)).sqrt();
+    move |want| n_roundings * ROUNDING * (2.0 * want.abs() + largest) + UNDERFLOW
 }
 
 /// The largest error of `gelu` against `want`: that of the error function (derived at `gelu`), and of the difference.

@@ -6,6 +6,7 @@ use llaisys_core::ops::cases::attention::{AttentionCase, AttentionInput, Placeme
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::{AttentionRow, AttentionRows, OpContext, Queries, attention, reference, window_span};
 use llaisys_core::threads::Pool;
+use std::borrow::Cow;
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
     let kernels = Kernels::select(Some(isa)).expect("the machine has the instruction set");
@@ -32,11 +33,11 @@ fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     let mut out = vec![f32::NAN; input.q.len()];
     for (i, row) in rows.iter().enumerate() {
         let place = i * row_len..(i + 1) * row_len;
-        let (mut row, mut own) = (*row, cells.to_vec());
+        let (mut row, mut own) = (*row, Cow::Borrowed(cells));
         if let Some(window) = window {
             let cut = row.n_hidden / window_span(window) as u32 * window_span(window) as u32;
             let AttentionRow { start, n_hidden, n_visible } = row;
-            own[start as usize..][..n_hidden as usize].fill(cells[(start + n_hidden) as usize]);
+            own.to_mut()[start as usize..][..n_hidden as usize].fill(cells[(start + n_hidden) as usize]);
             let (n_hidden, n_visible) = (n_hidden - cut, n_visible - cut);
             row = AttentionRow { start: start + cut, n_hidden, n_visible };
         }
@@ -87,17 +88,16 @@ fn bits_of_a_row_do_not_depend_on_batch_threads_or_cells() {
     let mut contexts = contexts();
     for case in AttentionCase::all() {
         let in_order = case.build(Placement::InOrder).unwrap();
+        let shuffled = [1, 2, 3].map(|seed| case.build(Placement::Shuffled(seed)).unwrap());
         for (isa, contexts) in &mut contexts {
             let alone = compute_alone(&mut contexts[0], &in_order);
             for (i, cx) in contexts.iter_mut().enumerate() {
                 let what = format!("{isa:?} on {} threads, {case:?}", i + 1);
                 assert_same_bits(&compute(cx, &in_order), &alone, &what);
-                let shuffled = case.build(Placement::Shuffled(i as u64 + 1)).unwrap();
-                assert_same_bits(&compute(cx, &shuffled), &alone, &what);
+                assert_same_bits(&compute(cx, &shuffled[i]), &alone, &what);
             }
-            let shuffled = case.build(Placement::Shuffled(9)).unwrap();
             let what = format!("{isa:?} {case:?}");
-            assert_same_bits(&compute_alone(&mut contexts[2], &shuffled), &alone, &what);
+            assert_same_bits(&compute_alone(&mut contexts[0], &shuffled[0]), &alone, &what);
         }
     }
 }
@@ -172,6 +172,7 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
             ..AttentionCase::plain()
         };
         let input = case.build(Placement::Shuffled(len as u64)).unwrap();
+        let bound = input.tolerance();
         // The op multiplies queries by the scale itself.
         let (q, scoring) = input.queries();
         let AttentionRows { cells, rows, .. } = input.rows();
@@ -199,7 +200,7 @@ fn rows_that_see_later_cells_agree_with_the_reference() {
                 let mut got = vec![f32::NAN; input.q.len()];
                 attention(two, input.queries_of(&input.q), input.layer(), all, &mut got);
                 for (got, want) in got.iter().zip(&want) {
-                    assert!((f64::from(*got) - want).abs() <= input.tolerance(), "{isa:?} {len} {window:?}");
+                    assert!((f64::from(*got) - want).abs() <= bound, "{isa:?} {len} {window:?}");
                 }
                 for (i, want) in got.chunks(row_len).enumerate().step_by(13) {
                     let rows = AttentionRows { cells, rows: &rows[i..=i], window: None, n_shared: &[] };
