@@ -97,7 +97,7 @@ fn bits_of_a_row_do_not_depend_on_batch_threads_or_cells() {
                 assert_same_bits(&compute(cx, &shuffled[i]), &alone, &what);
             }
             let what = format!("{isa:?} {case:?}");
-            assert_same_bits(&compute_alone(&mut contexts[0], &shuffled[0]), &alone, &what);
+            assert_same_bits(&compute_alone(&mut contexts[2], &shuffled[2]), &alone, &what);
         }
     }
 }
