@@ -2,7 +2,7 @@
 # The web UI is tested in a real Chromium: an installed one, else Playwright's. Without either, print how to install it.
 set -u
 python=${1:-python3}
-for name in chromium chromium-browser google-chrome; do
+for name in chromium-headless-shell chromium chromium-browser google-chrome; do
   command -v "$name" >/dev/null 2>&1 && exit 0
 done
 "$python" - <<'PY' && exit 0
@@ -13,7 +13,7 @@ with sync_playwright() as playwright:
 PY
 cat >&2 <<'MSG'
 llaisys: the tests of the web UI need Chromium, which is not installed.
-         Debian and Ubuntu: apt-get install chromium
+         Debian: apt-get install chromium-headless-shell
          Anywhere else: .venv/bin/playwright install chromium; then run make test again.
 MSG
 exit 1

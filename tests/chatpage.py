@@ -118,8 +118,11 @@ REMEMBER = """
 
 
 def find_browser() -> str | None:
-    """Return the path of an installed Chromium, or None for Playwright's own."""
-    installed = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    """Return the path of an installed Chromium, or None for Playwright's own.
+
+    The shell without windows comes first: a page opens in half of the time.
+    """
+    installed = map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))
     return next(filter(None, installed), None)
 
 

@@ -24,6 +24,7 @@ def point_at_end(chat: Chat, target: Locator, shown: Locator, text: str) -> None
     """Move the pointer to the right end of the target, again if it moves, until the text is shown."""
 
     def is_shown() -> bool:
+        target.scroll_into_view_if_needed()
         box = target.bounding_box()
         if box is not None:
             chat.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 3)
