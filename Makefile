@@ -96,7 +96,7 @@ test: lint model browser faults-core $(STAMPS)/node-clients ## run every test ex
 	npm --prefix webui test --silent
 	cargo test -p llaisys-core --quiet --features faults --test faults
 	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and not two_cpus" -n 2 --dist loadfile --no-loadscope-reorder
-	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and two_cpus"
+	$(VENV)/bin/pytest -q -m "not long and two_cpus" $$(grep -rl two_cpus tests --include='test_*.py')
 else
 test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
@@ -104,6 +104,7 @@ endif
 
 test-long: model browser faults-core ## run storms, parity with the real model, the builds of the wheel and of the Dockerfile, and the GPU bundle's dry run
 	SIM_SEEDS=20 SIM_REQUESTS=200000 $(VENV)/bin/pytest -q tests/sim/test_simulation.py tests/sim/test_memory.py
+	KILLS=24 SCHEMATHESIS_EXAMPLES=40 $(VENV)/bin/pytest -q tests/lifecycle/test_process.py tests/e2e/test_openapi.py -k "random_moments or schemathesis"
 	$(VENV)/bin/pytest -q tests -m long
 
 .venv-clients/stamp: tests/clients/requirements.txt

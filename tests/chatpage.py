@@ -122,7 +122,9 @@ def find_browser() -> str | None:
 
     The shell without windows comes first: a page opens in half of the time.
     """
-    installed = map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))
+    installed = map(
+        shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    )
     return next(filter(None, installed), None)
 
 

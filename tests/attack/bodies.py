@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from attack.target import Group, Target
@@ -22,6 +23,11 @@ def _post(name: str, path: str, body: Any, *allowed: int | None) -> None:
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": MESSAGES, "max_tokens": 1, **fields}
+
+
+def _repeated(base: dict[str, Any], field: str, item: Any, n: int) -> Callable[[], bytes]:
+    """Return a function that makes a body with `n` times the item in one list."""
+    return lambda: json.dumps({**base, field: [item] * n}, separators=(",", ":")).encode()
 
 
 # A million wrong items in each list, in the shortest JSON.
@@ -44,9 +50,7 @@ for endpoint, (where, base, lists) in WRONG.items():
                 "numbers",
             ):
                 n = 900_000 if kind != "objects" else 60_000
-                raw = json.dumps({**base, field: [item] * n}, separators=(",", ":")).encode()
-                _post(f"{endpoint}_{field}_of_{n}_{kind}", where, raw)
-del raw
+                _post(f"{endpoint}_{field}_of_{n}_{kind}", where, _repeated(base, field, item, n))
 
 _post("logit_bias_of_100000_keys", CHAT, lambda: chat(logit_bias={f"k{i}": 0 for i in range(100_000)}))
 _post("100000_unknown_fields", CHAT, lambda: chat(**{f"f{i}": 0 for i in range(100_000)}), 200, *REFUSED)

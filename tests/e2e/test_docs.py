@@ -47,11 +47,13 @@ def blocks() -> Iterator[tuple[str, str, str, bool]]:
 
 
 ALL = list(blocks())
-RUN = [
-    pytest.param(language, text, id=where)
-    for where, language, text, runs in ALL
+# A program that several pages have, such as those of both languages, runs once.
+PLACES = {
+    (language, text): where
+    for where, language, text, runs in reversed(ALL)
     if runs and language in PROGRAMS and not text.startswith("make ")
-]
+}
+RUN = [pytest.param(*program, id=where) for program, where in reversed(PLACES.items())]
 
 
 def as_run(text: str, url: str) -> str:

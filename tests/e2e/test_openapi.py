@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 KEY = "sesame"
 # Another seed generates other bodies. It is printed with the failures.
 SEED = 6
-N_EXAMPLES = 12
+# For each operation; `make test-long` has more.
+N_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "6"))
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,8 @@ from serving import END_S, long_model
 from waiting import until
 
 SEED = 20
-N_KILLS, N_STREAMS = 12, 32
+# `make test-long` kills more often.
+N_KILLS, N_STREAMS = int(os.environ.get("KILLS", "6")), 32
 
 
 @pytest.fixture

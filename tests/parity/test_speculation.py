@@ -378,6 +378,7 @@ def smollm2_requests(model: Model) -> list[EngineRequest]:
     return requests
 
 
+@pytest.mark.long
 def test_drafts_change_nothing_on_smollm2_with_grammars(smollm2: Model) -> None:
     requests = smollm2_requests(smollm2)
     want, _ = run(smollm2, requests, Setting())
