@@ -100,7 +100,7 @@ def test_a_schema_that_does_not_compile_is_a_400(api: openai.OpenAI, stream: boo
     assert error.value.param == "response_format.json_schema.schema"
 
 
-PROPERTIES: Any = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
+PROPERTIES: Any = {"type": "object", "properties": {f"p{i}": {} for i in range(800)}}
 
 
 @pytest.mark.parametrize(
