@@ -192,7 +192,7 @@ impl Context {
             layout: Layout::new(config.n_seq_max, model.window),
             state_rows: is_recurrent.then(|| StateRows::new(config.n_seq_max)),
             kv,
-            samplers: SamplerBank::new(&config, model.vocab_size)?,
+            samplers: SamplerBank::new(&config, model.vocab_size, Kernels::select(config.isa)?)?,
             loras: LoraBank::new(config.max_loras, model.n_layers, config.n_seq_max),
             fingerprint,
             progress: Arc::default(),

@@ -4,6 +4,7 @@ use super::ContextConfig;
 use crate::batch::{Batch, BatchError, output};
 use crate::error::{DeviceError, Rejected, Result};
 use crate::faults::fault_point;
+use crate::ops::dispatch::Kernels;
 use crate::sample::{Outcome, SampleAt, Sampler, Scratch, sample_after_drafts};
 use crate::seq::SeqId;
 use crate::tensor::AlignedBuf;
@@ -67,11 +68,15 @@ struct Job<'a> {
 }
 
 impl SamplerBank {
-    pub(super) fn new(config: &ContextConfig, vocab_size: usize) -> Result<Self, DeviceError> {
+    pub(super) fn new(
+        config: &ContextConfig,
+        vocab_size: usize,
+        kernels: Kernels,
+    ) -> Result<Self, DeviceError> {
         let n_rows = LOGITS_ROWS.min(config.n_batch);
         Ok(Self {
             by_slot: (0..config.n_seq_max).map(|_| None).collect(),
-            scratch: (0..config.n_threads).map(|_| Scratch::default()).collect(),
+            scratch: (0..config.n_threads).map(|_| Scratch::new(kernels)).collect(),
             logits: AlignedBuf::zeroed("logits", n_rows * vocab_size * size_of::<f32>())?,
             vocab_size,
         })

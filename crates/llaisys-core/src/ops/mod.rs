@@ -50,6 +50,7 @@ pub use cpu::scale_rows::scale_rows;
 pub use cpu::scatter_add::scatter_add;
 pub use cpu::sigmoid_gate::sigmoid_gate;
 pub use cpu::soft_cap::soft_cap;
+pub use cpu::softmax_weights::{NEGLIGIBLE, SoftmaxWeights, WEIGHT_PART};
 pub use recurrent::{DeltaHeads, RecurrentRows, SequenceRows, StatesMut, ValueOrder};
 
 /// What every op needs: the chosen kernels, the threads, and scratch memory. The memory is sized at creation, so that

@@ -36,12 +36,63 @@ pub(super) fn top_k(candidates: &mut Vec<Candidate>, k: u32) {
     }
 }
 
-/// Keeps the candidates with the largest weights until their share reaches `p`, including the one that reaches it.
-pub(super) fn top_p(candidates: &mut Vec<Candidate>, p: f32) {
-    if p < 1.0 {
-        let wanted = total(candidates) * f64::from(p);
-        keep_until(candidates, wanted, by_weight);
+/// Weights of one octave are in this many buckets, as a power of two.
+const BUCKETS_PER_OCTAVE: u32 = 5;
+/// Weights are between 2^-58 and 1.
+const N_BUCKETS: usize = 59 << BUCKETS_PER_OCTAVE;
+
+/// The bucket of a weight of at most 1; larger weights are in earlier ones. The bits of a positive float are in its order.
+fn bucket(candidate: &Candidate) -> usize {
+    let below_one = 1_f64.to_bits() - candidate.weight.to_bits();
+    (below_one >> (f64::MANTISSA_DIGITS - 1 - BUCKETS_PER_OCTAVE)) as usize
+}
+
+/// Buffers of [`top_p`].
+#[derive(Debug, Default)]
+pub(super) struct NucleusScratch {
+    sums: Vec<f64>,
+    last: Vec<Candidate>,
+}
+
+/// Keeps the candidates with the largest weights until their share reaches `p`, including the one that reaches it, in
+/// the order in which they are. `of_all`: the sum of all weights, if the candidates are only the largest.
+///
+/// The weights are added by buckets, and only the candidates of the bucket that reaches the share are sorted.
+pub(super) fn top_p(
+    candidates: &mut Vec<Candidate>,
+    p: f32,
+    of_all: Option<f64>,
+    scratch: &mut NucleusScratch,
+) {
+    if p >= 1.0 {
+        return;
     }
+    let wanted = of_all.unwrap_or_else(|| total(candidates)) * f64::from(p);
+    let NucleusScratch { sums, last } = scratch;
+    sums.clear();
+    sums.resize(N_BUCKETS, 0.0);
+    for candidate in candidates.iter() {
+        sums[bucket(candidate)] += candidate.weight;
+    }
+    let (mut border, mut reached) = (0, 0.0);
+    while border < N_BUCKETS && reached + sums[border] < wanted {
+        reached += sums[border];
+        border += 1;
+    }
+    // The sum of all may be slightly below, too.
+    if border == N_BUCKETS {
+        return;
+    }
+    last.clear();
+    last.extend(candidates.iter().filter(|c| bucket(c) == border));
+    last.sort_unstable_by(by_weight);
+    let end = last.iter().position(|candidate| {
+        reached += candidate.weight;
+        reached >= wanted
+    });
+    // Rounding may leave the sum of the bucket slightly below: then all of it is kept.
+    let end = last[end.unwrap_or(last.len() - 1)];
+    candidates.retain(|c| bucket(c) < border || (bucket(c) == border && by_weight(c, &end).is_le()));
 }
 
 /// Keeps the candidates whose surprise is closest to the entropy until their share reaches `p`. `keyed` is scratch.
@@ -65,27 +116,6 @@ pub(super) fn typical_p(candidates: &mut Vec<Candidate>, p: f32, keyed: &mut Vec
         if reached >= sum * f64::from(p) {
             break;
         }
-    }
-}
-
-/// Orders the front of `candidates` and cuts it where the running weight reaches `wanted`. The front is selected in
-/// chunks that double, so a distribution with most weight on few candidates is never sorted completely.
-fn keep_until(candidates: &mut Vec<Candidate>, wanted: f64, order: fn(&Candidate, &Candidate) -> Ordering) {
-    let (mut sorted, mut reached, mut chunk) = (0, 0.0, 64);
-    while sorted < candidates.len() {
-        let end = candidates.len().min(sorted + chunk);
-        if end < candidates.len() {
-            candidates[sorted..].select_nth_unstable_by(end - sorted - 1, order);
-        }
-        candidates[sorted..end].sort_unstable_by(order);
-        for i in sorted..end {
-            reached += candidates[i].weight;
-            if reached >= wanted {
-                candidates.truncate(i + 1);
-                return;
-            }
-        }
-        (sorted, chunk) = (end, chunk * 2);
     }
 }
 

@@ -1,6 +1,8 @@
-//! From logits to a token: `spec` (a request's parameters), `sampler` (the state of one sequence), `filters` (narrow
-//! the candidates), `philox` (the random draw). Deterministic for each request; calls do not allocate after warm-up.
+//! From logits to a token: `spec` (a request's parameters), `sampler` (the state of one sequence), `draw` (from weights
+//! to a token), `filters` (narrow the candidates), `philox` (the random numbers). Deterministic for each request; calls do
+//! not allocate after warm-up.
 
+mod draw;
 mod filters;
 pub mod philox;
 mod sampler;

@@ -1,13 +1,13 @@
-//! One sequence's sampler, and the draw of one token.
+//! One sequence's sampler, and what it does to a row of logits before the draw.
 //!
 //! Rules apply in vLLM's order: mask, allowed ids, bad words, bias, min_tokens, penalties, temperature, min_p, top_k,
 //! top_p, typical_p. Logprobs are those of the model's own distribution, before all rules.
 
-use super::filters::{self, Candidate};
-use super::philox;
+use super::draw::{DrawScratch, draw};
 use super::spec::SamplerSpec;
 use crate::error::SamplingError;
-use crate::ops::{argmax, argmax_finite, largest};
+use crate::ops::dispatch::Kernels;
+use crate::ops::{argmax, argmax_finite};
 
 /// The sampling state of one sequence: its parameters, and the tokens that penalties need.
 #[derive(Debug, Clone)]
@@ -181,12 +181,25 @@ impl Sampler {
 }
 
 /// Buffers that are reused between calls.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Scratch {
-    candidates: Vec<Candidate>,
-    keyed: Vec<(f64, Candidate)>,
+    draw: DrawScratch,
     best: Vec<(u32, f32)>,
     raw: Vec<f32>,
+}
+
+impl Scratch {
+    /// Empty buffers for an instruction set, which changes no result.
+    pub fn new(kernels: Kernels) -> Self {
+        Self { draw: DrawScratch::new(kernels), best: Vec::new(), raw: Vec::new() }
+    }
+}
+
+impl Default for Scratch {
+    /// Empty buffers for the best instruction set of the machine.
+    fn default() -> Self {
+        Self::new(Kernels::select(None).expect("every machine has the scalar set"))
+    }
 }
 
 /// The result of sampling one row.
@@ -288,38 +301,11 @@ pub fn sample_after_drafts(
         return Outcome::Fault(RowFault::NonFinite);
     }
     let id = match sampler {
-        Some(s) if !s.spec.is_greedy() => draw(scratch, logits, logits[best], &s.spec, position),
+        Some(s) if !s.spec.is_greedy() => draw(&mut scratch.draw, logits, logits[best], &s.spec, position),
         _ => best as u32,
     };
     let logprobs = normalizer.map(|normalizer| logprobs_of(id, &scratch.raw, &scratch.best, normalizer));
     Outcome::Token { id, logprobs }
-}
-
-/// Candidates this far below the best one (in scaled logits) weigh less than e^-40 = 4e-18. A whole vocabulary of them
-/// is below the rounding of the f64 sum, and skipping them saves most exponentials.
-const NEGLIGIBLE: f64 = -40.0;
-/// Number of logits that are skipped together if their largest is negligible.
-const PART: usize = 64;
-
-fn draw(scratch: &mut Scratch, logits: &[f32], best: f32, spec: &SamplerSpec, position: u32) -> u32 {
-    let candidates = &mut scratch.candidates;
-    candidates.clear();
-    let scale = 1.0 / f64::from(spec.temperature);
-    // Scaling preserves the order, so if a part's largest logit is negligible, the whole part is.
-    let scaled = |logit: f32| (f64::from(logit) - f64::from(best)) * scale;
-    for (first, part) in (0..).step_by(PART).zip(logits.chunks(PART)) {
-        if scaled(largest(part)) > NEGLIGIBLE {
-            candidates.extend((first..).zip(part).filter_map(|(id, &logit)| {
-                let scaled = scaled(logit);
-                (scaled > NEGLIGIBLE).then(|| Candidate { id, weight: scaled.exp() })
-            }));
-        }
-    }
-    filters::min_p(candidates, spec.min_p);
-    filters::top_k(candidates, spec.top_k);
-    filters::top_p(candidates, spec.top_p);
-    filters::typical_p(candidates, spec.typical_p, &mut scratch.keyed);
-    filters::draw(candidates, philox::uniform(spec.seed, spec.choice, position))
 }
 
 /// One bit per id below `vocab_size`, set for `ids`; empty if `ids` is empty.

@@ -100,6 +100,11 @@ impl SamplerSpec {
         self.temperature < 1e-5
     }
 
+    /// True if a draw may leave out tokens that have a weight.
+    pub(crate) fn has_filters(&self) -> bool {
+        self.min_p > 0.0 || self.top_k > 0 || self.top_p < 1.0 || self.typical_p < 1.0
+    }
+
     /// True if a draw returns logprobs.
     pub(crate) fn has_logprobs(&self) -> bool {
         self.top_logprobs.is_some() || !self.logprob_ids.is_empty()

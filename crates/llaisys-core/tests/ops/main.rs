@@ -21,6 +21,7 @@ mod recurrent;
 mod rowwise;
 mod sampling;
 mod shared_prefix;
+mod softmax_weights;
 mod stall;
 mod tensor;
 mod threads;

@@ -340,7 +340,7 @@ fn draws_from_a_large_vocabulary_agree_with_the_model() {
         let tied = |i: u32| (uniform(case as u64, 9, i) * 500.0).floor() / 500.0;
         let row: Vec<f32> = (0..n_ids).map(|i| (tied(i) * spread) as f32).collect();
         for (top_k, top_p, min_p) in
-            [(0, 0.5, 0.0), (0, 0.99, 0.0), (3000, 0.9, 0.0), (50, 1.0, 0.0), (0, 1.0, 0.1)]
+            [(0, 1.0, 0.0), (0, 0.5, 0.0), (0, 0.99, 0.0), (3000, 0.9, 0.0), (50, 1.0, 0.0), (0, 1.0, 0.1)]
         {
             let spec = SamplerSpec { top_k, top_p, min_p, seed: 7, ..SamplerSpec::default() };
             let model = distribution(&row, &spec);

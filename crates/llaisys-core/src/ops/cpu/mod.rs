@@ -30,3 +30,4 @@ pub(super) mod scale_rows;
 pub(super) mod scatter_add;
 pub(super) mod sigmoid_gate;
 pub(super) mod soft_cap;
+pub(super) mod softmax_weights;

@@ -26,4 +26,5 @@ pub mod scale_rows;
 pub mod scatter_add;
 pub mod sigmoid_gate;
 pub mod soft_cap;
+pub mod softmax_weights;
 pub mod swiglu;
