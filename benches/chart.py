@@ -60,8 +60,10 @@ def _group(
 def chart(table: dict[str, Any], theme: dict[str, str]) -> str:
     """Return the chart as SVG. `table`: the content of peers.json."""
     title = "Tokens per second, Qwen2.5-0.5B's shape in 8 bits (longer is better)"
-    machine = f"{table['machine']}, {table['threads']} threads"
-    where = f"{machine}, random weights, {table['date']}; medians of at least 7 rounds"
+    shown = [table["rows"][row] for row in GROUPS]
+    machines = " and ".join(sorted({row["machine"] for row in shown}))
+    date = max(row["when"] for row in shown)[:10]
+    where = f"{machines}, {table['threads']} threads, random weights, {date}; medians of at least 7 rounds"
     parts = [
         _text(16, 24, title, theme["text"], 'font-size="15" font-weight="600"'),
         _text(16, 43, where, theme["faint"]),

@@ -6,9 +6,9 @@ A round of a row measures every engine once, starting with another one each roun
 bandwidth and f32 rate before and after each. It also records the load average before the run, and the CPU
 time that the hypervisor gave to other machines (steal). A tree with uncommitted changes is refused. Rounds
 are kept in benches/results/peers-rounds.jsonl, so a run continues where the previous one ended (exit status
-3: rows remain). Rounds of another build of the core are discarded when their row is measured. PATTERN is a
-row, a glob (`decode-1-*`, see --list) or `targets`: the rows that have a target (peers_rows.py). Each run
-rewrites the table, the JSON and the plot. Build the peers first: `make bench-peers` does.
+3: rows remain). Rounds of another build of the core or another machine are discarded when their row is
+measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that have a target
+(peers_rows.py). Each run rewrites the table and the JSON. Build the peers first: `make bench-peers` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(self, budget_s: float) -> None:
         self.end = time.monotonic() + budget_s
-        self.build = build_id()
+        self.build, self.machine = build_id(), machine()
         lines = ROUNDS.read_text("utf-8").splitlines() if ROUNDS.exists() else []
         self.rounds: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.engines: dict[tuple[str, ...], Engine] = {}
@@ -54,10 +54,11 @@ class Bench:
         self.load = os.getloadavg()[0]
 
     def of(self, row: Row) -> list[dict[str, Any]]:
-        return [r for r in self.rounds if r["row"] == row.name and r["build"] == self.build]
+        own = (row.name, self.build, self.machine)
+        return [r for r in self.rounds if (r["row"], r["build"], r["machine"]) == own]
 
     def drop(self, row: Row, *, fresh: bool) -> None:
-        """Discard the row's rounds of other builds, or all."""
+        """Discard the row's rounds of other builds and machines, or all."""
         kept = [] if fresh else self.of(row)
         self.rounds = [r for r in self.rounds if r["row"] != row.name] + kept
 
@@ -105,6 +106,7 @@ class Bench:
         return {
             "row": row.name,
             "build": self.build,
+            "machine": self.machine,
             "load": self.load,
             "steal": stolen / total,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -248,8 +250,7 @@ def main() -> int:
         sys.exit("the tree has uncommitted changes, so the figures would belong to no commit; commit first")
     bench = Bench(args.budget_s)
     left = chosen if args.report else measure_all(bench, chosen, args)
-    about = {"machine": machine(), "versions": {"llaisys": commit(), **versions()}}
-    peers_report.write(bench.rounds, RESULTS, about, committed_rows())
+    peers_report.write(bench.rounds, RESULTS, {"llaisys": commit(), **versions()}, committed_rows())
     if left and not args.report:
         print(f"{len(left)} rows are left; run the command again: {' '.join(r.name for r in left[:8])}")
         return ROWS_ARE_LEFT

@@ -67,7 +67,8 @@ def summarize(found: list[Round]) -> dict[str, Any]:
         if known := [each[key] for each in found if key in each]:
             summary[key] = statistics.median(known)
     share = limit_share(found, best_of_ours(summary))
-    return summary | ({"limit_share": share} if share else {}) | {"build": found[-1]["build"]}
+    newest = {key: found[-1][key] for key in ("build", "machine", "when")}
+    return summary | ({"limit_share": share} if share else {}) | newest
 
 
 def targets_met(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]:
@@ -124,7 +125,8 @@ def moved(table: dict[str, Any], before: dict[str, Any]) -> dict[tuple[str, str]
     """Return the changes of the rates of peers since `before` that exceed MOVED, by row and peer."""
     changes = {}
     for row, summary in table.items():
-        earlier = before.get(row, {}).get("engines", {})
+        is_comparable = before.get(row, {}).get("machine") == summary["machine"]
+        earlier = before[row]["engines"] if is_comparable else {}
         for peer in summary["engines"].keys() & earlier.keys():
             change = summary["engines"][peer]["tokens_per_s"] / earlier[peer]["tokens_per_s"] - 1
             if not is_ours(peer) and abs(change) > MOVED:
@@ -139,10 +141,12 @@ def _percent(summary: dict[str, Any], key: str) -> str:
 def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[str, str], float]) -> str:
     """Format the Markdown page. `changes`: those of `moved`."""
     peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
+    numbers = {machine: n for n, machine in enumerate(about["machines"], 1)}
     lines = [
         "# LLAISYS compared with peers",
         "",
-        f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
+        "Machines: " + "; ".join(f"{n}: {name}" for name, n in numbers.items()) + ".",
+        f"{about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
         "Tokens per second (medians); in brackets the median of our ratio to it, by round. Bold: our",
         "ratio to the best peer of each round. Of the limit: our share of what the machine allows, by",
@@ -152,8 +156,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
         "",
         "| row | ours | "
         + " | ".join(peers)
-        + " | to the best | of the limit | GB/s | load | steal | rounds |",
-        "| --- " * (len(peers) + 8) + "|",
+        + " | to the best | of the limit | GB/s | load | steal | rounds | machine |",
+        "| --- " * (len(peers) + 9) + "|",
     ]
     for row, summary in table.items():
         if row.startswith("overhead"):
@@ -173,7 +177,7 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
         load = f"{summary['load']:.1f}" if "load" in summary else "–"
         limit = f"{summary['limit_share']:.0%}" if "limit_share" in summary else "–"
         cells += [f"**{own['ratios'][BEST]:.2f}x**", limit, f"{summary['gb_s']:.1f}", load]
-        cells += [_percent(summary, "steal"), str(summary["rounds"])]
+        cells += [_percent(summary, "steal"), str(summary["rounds"]), str(numbers[summary["machine"]])]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [""] if changes else []
     lines += [f"- {row}: {peer} {change:+.0%}" for (row, peer), change in sorted(changes.items())]
@@ -183,20 +187,20 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
     return "\n".join(lines) + "\n"
 
 
-def write(found: list[Round], folder: Path, about: dict[str, Any], before: dict[str, Any]) -> None:
+def write(found: list[Round], folder: Path, versions: dict[str, str], before: dict[str, Any]) -> None:
     """Write peers.json and peers.md of all rounds; print the targets.
 
-    `about`: the machine and the versions. `before`: the rows of the last committed run.
+    `versions`: those of the engines. `before`: the rows of the last committed run.
     """
     if not found:
         return
     table = table_of(found)
     about = {
-        "machine": about["machine"],
+        "machines": list(dict.fromkeys(summary["machine"] for summary in table.values())),
         "threads": THREADS,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "build": max(found, key=lambda each: str(each["when"]))["build"],
-        "versions": about["versions"],
+        "versions": versions,
     }
     changes = moved(table, before)
     targets = [
