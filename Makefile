@@ -121,7 +121,7 @@ test-clients: model .venv-clients/stamp $(STAMPS)/agents ## run LangChain, LiteL
 	$(PY) tests/clients/run.py --python .venv-clients/bin/python | tee benches/results/clients.txt
 
 bench: build ## benchmark kernels and the decode step (criterion), and compare each product with its roofline
-	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
+	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode --bench sampling -- \
 		--warm-up-time 0.3 --measurement-time 1
 	@rustc -C opt-level=3 -C target-cpu=native -o target/machine_speed benches/machine_speed.rs
 	$(PY) benches/roofline.py
