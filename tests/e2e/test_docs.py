@@ -48,12 +48,11 @@ def blocks() -> Iterator[tuple[str, str, str, bool]]:
 
 ALL = list(blocks())
 # A program that several pages have, such as those of both languages, runs once.
-PLACES = {
-    (language, text): where
-    for where, language, text, runs in reversed(ALL)
-    if runs and language in PROGRAMS and not text.startswith("make ")
-}
-RUN = [pytest.param(*program, id=where) for program, where in reversed(PLACES.items())]
+PLACES: dict[tuple[str, str], str] = {}
+for where, language, text, runs in ALL:
+    if runs and language in PROGRAMS and not text.startswith("make "):
+        PLACES.setdefault((language, text), where)
+RUN = [pytest.param(*program, id=where) for program, where in PLACES.items()]
 
 
 def as_run(text: str, url: str) -> str:

@@ -101,8 +101,6 @@ const TO_INTEGER: f64 = 6_755_399_441_055_744.0;
 /// ln 2 in two parts: the first has 21 zeros at its end, so its products with small integers are exact.
 const LN_2_HIGH: f64 = f64::from_bits(0x3FE6_2E42_FEE0_0000);
 const LN_2_LOW: f64 = 1.908_214_929_270_587_7e-10;
-/// Exponents are at most 0, and their powers of two at least 2^-58.
-const EXPONENT_BIAS: u64 = 1023 << 52;
 
 /// exp(x) for `NEGLIGIBLE < x <= 0`, 0 for smaller ones: `2^n * exp(r)` with `r = x - n ln 2`, and the Taylor series of
 /// exp(r) up to r^13 / 13!, whose rest is below 4e-18 for |r| <= ln(2) / 2. Method: Cody and Waite, Software Manual for
@@ -117,7 +115,8 @@ fn exp(x: f64) -> f64 {
     for coefficient in &TAYLOR[1..] {
         y = y * r + coefficient;
     }
-    let power = f64::from_bits((shifted.to_bits() << 52).wrapping_add(EXPONENT_BIAS));
+    // 2^n, between 2^-58 and 1: n is added to the exponent of 1.
+    let power = f64::from_bits((shifted.to_bits() << 52).wrapping_add(1_f64.to_bits()));
     if x > NEGLIGIBLE { y * power } else { 0.0 }
 }
 
