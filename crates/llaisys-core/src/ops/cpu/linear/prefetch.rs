@@ -4,6 +4,7 @@
 
 use crate::ops::packed::{PANEL, PackedFormat};
 use std::ops::Range;
+use std::sync::LazyLock;
 
 /// Sizes in bytes of panels that are prefetched to the second-level cache whatever the number of rows. A first-level
 /// cache has no capacity for such a panel and the inputs; a second-level one has capacity for two.
@@ -80,12 +81,24 @@ impl Prefetch {
     }
 }
 
-/// Rows from which a single block prefetches: where arithmetic takes at least half of the memory time. With fewer rows
-/// the hardware prefetcher is fast enough, and prefetch instructions cost up to a tenth. (Zen 4 multiplies a line of
-/// 8-bit or BF16 weights with a row in one cycle, and a 4-bit line in two; two cores get a line from memory every 14.)
+/// Rows from which a single block prefetches. On an AMD CPU: where arithmetic takes at least half of the memory time.
+/// With fewer rows its hardware prefetcher is fast enough, and prefetch instructions cost up to a tenth. (Zen 4
+/// multiplies a line of 8-bit or BF16 weights with a row in one cycle, and a 4-bit line in two; two cores get a line
+/// from memory every 14.) Others always prefetch: Intel's own prefetcher does not cross pages of 4 KiB.
 fn min_rows(format: PackedFormat) -> usize {
+    if !*IS_AMD {
+        return 1;
+    }
     if format.is_grouped() { format.bits().div_ceil(2).max(3) } else { 9 }
 }
+
+/// Whether AMD made the CPU, by the vendor's name in leaf 0 of `cpuid`.
+static IS_AMD: LazyLock<bool> = LazyLock::new(|| {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth"; // of "AuthenticAMD"
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+});
 
 /// Prefetches the line at `at` to the first-level cache; any address is allowed.
 #[inline(always)]
