@@ -15,7 +15,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check docs test test-long test-clients lint lint-rust lint-python lint-rest fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check docs test test-python test-rust test-long test-clients lint lint-rust lint-python lint-rest fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,11 +92,21 @@ $(STAMPS)/node-clients: tests/clients/node/package.json tests/clients/node/packa
 
 ifeq ($(SUITE),)
 test: lint model browser faults-core $(STAMPS)/node-clients ## run every test except the long ones (SUITE=stage0|stage1|stage2: only those acceptance tests)
-	cargo test -p llaisys-core --quiet
-	npm --prefix webui test --silent
-	cargo test -p llaisys-core --quiet --features faults --test faults
-	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and not two_cpus" -n 2 --dist loadfile --no-loadscope-reorder
+	cargo test -p llaisys-core --quiet --no-run
+	cargo test -p llaisys-core --quiet --features faults --test faults --no-run
+	@$(MAKE) -j2 test-python test-rust
 	$(VENV)/bin/pytest -q -m "not long and two_cpus" $$(grep -rl two_cpus tests --include='test_*.py')
+
+test-python:
+	npm --prefix webui test --silent
+	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and not two_cpus" -n 2 --dist loadfile --no-loadscope-reorder
+
+# They take what the Python tests, which often wait, leave of the CPUs. What they print is shown when they end.
+test-rust:
+	@{ nice -n 19 cargo test -p llaisys-core --quiet && \
+		nice -n 19 cargo test -p llaisys-core --quiet --features faults --test faults; \
+	} >target/test-rust.log 2>&1 || { cat target/test-rust.log; exit 1; }
+	@grep '^test result' target/test-rust.log
 else
 test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
@@ -105,6 +115,7 @@ endif
 test-long: model browser faults-core ## run storms, parity with the real model, the builds of the wheel and of the Dockerfile, and the GPU bundle's dry run
 	SIM_SEEDS=20 SIM_REQUESTS=200000 $(VENV)/bin/pytest -q tests/sim/test_simulation.py tests/sim/test_memory.py
 	KILLS=24 SCHEMATHESIS_EXAMPLES=40 $(VENV)/bin/pytest -q tests/lifecycle/test_process.py tests/e2e/test_openapi.py -k "random_moments or schemathesis"
+	FAULT_PASSES=24 $(VENV)/bin/pytest -q tests/faults/test_every_point.py
 	$(VENV)/bin/pytest -q tests -m long
 
 .venv-clients/stamp: tests/clients/requirements.txt

@@ -8,6 +8,7 @@ the engine, and with it every request exactly once.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ SCENES = {
     DRAFTS: crowd.bounds(prefix=True),
 }
 # The number of passes of a point that fail, evenly spaced from the first to the last.
-N_PASSES = 24
+N_PASSES = int(os.environ.get("FAULT_PASSES", "8"))
 # As above, of the passes in steps that verify drafts.
 N_PASSES_DRAFTS = 6
 # Steps that admit a request or preempt one verify no drafts; these points are only in such steps.
