@@ -97,6 +97,14 @@ def check_arithmetic() -> None:
     assert share is not None
     assert abs(share - least_s * 500 / 512) < 1e-9
     assert limit_share([a_round("decode-1-smollm2", 50.0, 1.0, 1.0)], "llaisys") is None
+    # Two tokens use 8 and 7.5 more of 128 experts, 6 * 4,718,592 weights each, with 6 * 19,136,512 others in
+    # 4 bits and a head of 107 MB.
+    two = a_round("decode-2-experts-4bit", 60.0, 1.0, 1.0)
+    two["rates"]["llaisys"] = {"0": 60.0}
+    share = limit_share([two], "llaisys")
+    n_bytes = 6 * (15.5 * 4_718_592 + 19_136_512) * 18 / 32 + 49_152 * 2048 * 34 / 32
+    assert share is not None
+    assert abs(share - 60.0 / 2 * n_bytes / 50e9) < 1e-9
 
 
 def check_report() -> None:
