@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -232,6 +233,9 @@ class Lifecycle:
 
     async def _serve_until_stopped(self, models: ModelRegistry) -> int:
         """Serve until stopped. Then readiness ends, and the engines end each stream with a terminator."""
+        # What the start made lives as long as the server: full collections, which stop every thread, skip it.
+        gc.collect()
+        gc.freeze()
         self._state.models = models
         names = ",".join(each.model_names[0] for each in models.services)
         LineWriter(STDOUT).write(f"LLAISYS serving {names} at {address_of(self._config, self._port)}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -47,6 +48,13 @@ async def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     return made
 
 
+@pytest.fixture(autouse=True)
+def _unfrozen() -> Iterator[None]:
+    """A server freezes the objects of its process; the tests after it collect theirs."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 async def listener() -> AsyncIterator[Listener]:
     with bind(Config(port=0)) as made:
@@ -86,6 +94,18 @@ async def test_probes_answer_while_the_model_loads(
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
     assert loader.closed_with == [30.0]
+
+
+async def test_collections_skip_the_objects_of_the_start(loader: Loader, listener: Listener) -> None:
+    life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
+    assert gc.get_freeze_count() == 0
+    loader.go.set()
+    async with client_of(listener) as client:
+        await until(lambda: is_ready(client))
+    n_frozen = gc.get_freeze_count()
+    assert n_frozen > 10_000
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await life == 0
 
 
 async def test_a_model_that_fails_to_load_ends_the_server(loader: Loader, listener: Listener) -> None:
