@@ -75,14 +75,22 @@ class Shape:
 
 
 # Qwen2.5-0.5B, whose head is the embedding, and six layers of Qwen3-30B-A3B (`peers_shapes.py`).
-DENSE = Shape(151_936, 896, 24, 14, 2, 64, n_dense=494_032_768 - 151_936 * 896)
+DENSE = Shape(
+    vocab_size=151_936,
+    d_model=896,
+    n_layers=24,
+    n_heads=14,
+    n_kv_heads=2,
+    d_head=64,
+    n_dense=494_032_768 - 151_936 * 896,
+)
 EXPERTS = Shape(
-    49_152,
-    2048,
-    6,
-    32,
-    4,
-    128,
+    vocab_size=49_152,
+    d_model=2048,
+    n_layers=6,
+    n_heads=32,
+    n_kv_heads=4,
+    d_head=128,
     n_dense=6 * 2048 * (2 * 4096 + 2 * 512 + 128),
     n_expert=6 * 3 * 2048 * 768,
     n_experts=128,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ import numpy as np
 from llaisys.bench.http_client import Message, Target, send
 from llaisys.bench.request_record import RequestRecord
 from llaisys.bench.workload import Conversation
+from llaisys.garbage_collector import frozen_garbage_collector
 
 if TYPE_CHECKING:
     import aiohttp
@@ -74,7 +73,7 @@ async def run_load(
     """
     slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     overhead = ClientOverhead()
-    with _frozen_garbage_collector():
+    with frozen_garbage_collector():
         watch = asyncio.create_task(_watch_lag(overhead.lags_s))
         cpu_s, start_s = time.process_time(), time.perf_counter()
 
@@ -121,17 +120,6 @@ async def _converse(
         if record.error:
             break
     return records
-
-
-@contextmanager
-def _frozen_garbage_collector() -> Iterator[None]:
-    """Exclude existing objects from garbage collection during the run."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def _watch_lag(lags_s: list[float]) -> None:

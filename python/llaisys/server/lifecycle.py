@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from llaisys.config import Config
+from llaisys.garbage_collector import frozen_garbage_collector
 from llaisys.job_process import trim
 from llaisys.logs import STDOUT, LineHandler, LineWriter, start_log
 from llaisys.registry import ModelRegistry
@@ -182,7 +182,8 @@ class Lifecycle:
         try:
             await _first_of(loading, self._stop)
             if loading.done():
-                exit_code = await self._serve_until_stopped(loading.result())
+                with frozen_garbage_collector():
+                    exit_code = await self._serve_until_stopped(loading.result())
         finally:
             self._state.draining = True
             server.should_exit = True
@@ -233,9 +234,6 @@ class Lifecycle:
 
     async def _serve_until_stopped(self, models: ModelRegistry) -> int:
         """Serve until stopped. Then readiness ends, and the engines end each stream with a terminator."""
-        # What the start made lives as long as the server: full collections, which stop every thread, skip it.
-        gc.collect()
-        gc.freeze()
         self._state.models = models
         names = ",".join(each.model_names[0] for each in models.services)
         LineWriter(STDOUT).write(f"LLAISYS serving {names} at {address_of(self._config, self._port)}")

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -46,13 +46,6 @@ async def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(lifecycle.ModelRegistry, "start", made.start)
     monkeypatch.setattr(made.engine, "close", made.close, raising=False)
     return made
-
-
-@pytest.fixture(autouse=True)
-def _unfrozen() -> Iterator[None]:
-    """A server freezes the objects of its process; the tests after it collect theirs."""
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -106,6 +99,7 @@ async def test_collections_skip_the_objects_of_the_start(loader: Loader, listene
     assert n_frozen > 10_000
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
+    assert gc.get_freeze_count() == 0
 
 
 async def test_a_model_that_fails_to_load_ends_the_server(loader: Loader, listener: Listener) -> None:
