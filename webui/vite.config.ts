@@ -1,3 +1,6 @@
+import { readFileSync, writeFileSync } from "node:fs";
+import { join } from "node:path";
+import { gzipSync } from "node:zlib";
 import { svelte } from "@sveltejs/vite-plugin-svelte";
 import type { Plugin } from "vite";
 import { defineConfig } from "vitest/config";
@@ -12,11 +15,21 @@ const woff2Only: Plugin = {
   },
 };
 
+/** The server sends a file's compressed form, which lies next to it, to browsers that accept it. */
+const compressed: Plugin = {
+  name: "compressed",
+  writeBundle({ dir = "" }, files) {
+    for (const name of Object.keys(files).filter((name) => /\.(html|js|css)$/.test(name))) {
+      writeFileSync(join(dir, `${name}.gz`), gzipSync(readFileSync(join(dir, name)), { level: 9 }));
+    }
+  },
+};
+
 // The build goes into the package, so that the wheel holds it. Every asset lies in `assets/` under a name with its
 // content's hash: browsers may keep it for ever. Their URLs are relative, because a proxy may serve the page below a path.
 // Nothing is inlined as `data:`, which the policy would refuse. `licenses.md` has the licenses of the libraries and fonts in it.
 export default defineConfig({
-  plugins: [woff2Only, svelte()],
+  plugins: [woff2Only, svelte(), compressed],
   base: "./",
   worker: { format: "es" },
   build: {

@@ -150,9 +150,8 @@ class AsyncLLM(AsyncText):
     @functools.cached_property
     def system_fingerprint(self) -> str:
         """What the bits of a response depend on: version, core build, instruction set. Computed once."""
-        isa = available_isas()[0] if self._config.isa == "auto" else self._config.isa
-        isa = "cuda" if self._config.device == "cuda" else isa
-        return f"llaisys-{package_version()}-{core_digest()}-{isa}"
+        isa = "cuda" if self._config.device == "cuda" else self._config.isa
+        return f"llaisys-{package_version()}-{core_digest()}-{available_isas()[0] if isa == 'auto' else isa}"
 
     @property
     def pooling(self) -> Pooling:
@@ -394,6 +393,7 @@ class AsyncLLM(AsyncText):
 
     def _start_engine(self) -> EngineClient:
         """Start the engine; runs on a thread."""
+        core_digest()  # takes 50 ms, which the first completion would cost on the event loop
         return start_engine(
             self._config,
             self._model.info,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Collection
-from typing import Any, TypeAlias
-
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llaisys.errors import RejectedError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 DEPTH_MAX = 32
 # Schemas and tools are deeper; their own bound (64) counts from these fields on.
@@ -80,6 +81,9 @@ def read_body(raw: bytes, model: str | None) -> tuple[Any, InvalidField | None]:
     """
     value = json.loads(raw)
     if model is not None:  # before the bounds of the body, because its errors name the bound of a field
+        # Here, because the tokenizer's processes start in half of the time without it.
+        from pydantic import ValidationError
+
         module, _, name = model.partition(":")
         body: type[BaseModel] = getattr(importlib.import_module(module), name)
         try:

@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from fakes import core, text
@@ -99,11 +100,17 @@ class Call:
 PieceOrError = Piece | Exception
 
 
+@cache
+def default_config() -> Config:
+    """Return the configuration without settings, which takes 10 ms to create. It is immutable."""
+    return Config()
+
+
 def _no_loras() -> LoraClient:
     def no_engine() -> Any:
         raise AssertionError("there are no adapters")
 
-    return LoraClient(LazyEngine(no_engine, "fake", None), Config())
+    return LoraClient(LazyEngine(no_engine, "fake", None), default_config())
 
 
 @dataclass
@@ -125,7 +132,7 @@ class FakeService:
     lost: bool = False
     full: QueueFullError | None = None
     n_beats: int = 0
-    config: Config = field(default_factory=Config)
+    config: Config = field(default_factory=default_config)
     template: ChatTemplate | None = None
     grammar_error: Exception | None = None
     embedding_error: LlaisysError | None = None

@@ -10,6 +10,7 @@ from fakes import core
 from fakes.service import FakeService
 from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
+from llaisys.engine.worker import core_digest
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.sampling_params import RequestOutputKind, SamplingParams
@@ -54,6 +55,15 @@ async def test_each_entry_gets_its_engine() -> None:
     assert (a.stats().engine.kv_cells, b.stats().engine.kv_cells) == (100, 200)
     await both.close()
     assert not both.is_alive()
+
+
+@pytest.mark.usefixtures("fake_model")
+async def test_the_start_computes_the_digest_of_the_core() -> None:
+    """It reads the core's whole library, which the first completion would cost on the event loop."""
+    core_digest.cache_clear()
+    models = await ModelRegistry.start(Config(num_kv_cells=100))
+    assert core_digest.cache_info().currsize == 1
+    await models.close()
 
 
 @pytest.mark.usefixtures("fake_model")

@@ -11,7 +11,9 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.constants import REF_TEMPLATE
 from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -24,7 +26,14 @@ from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import metrics
 from llaisys.server.access_log import AccessLogMiddleware, note, request_id_of
-from llaisys.server.http_errors import COMMON_STATUSES, ApiError, error_response, error_responses, to_json
+from llaisys.server.http_errors import (
+    COMMON_STATUSES,
+    ERROR_MODELS,
+    ApiError,
+    error_response,
+    error_responses,
+    to_json,
+)
 from llaisys.server.middleware.auth import AuthMiddleware
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
@@ -85,13 +94,20 @@ def openapi_of(
     """
     servers = [{"url": root_path}] if root_path else None
     document = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
+    common = {str(status): response for status, response in error_responses(*COMMON_STATUSES).items()}
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
+            operation["responses"] = {**common, **operation["responses"]}
             if has_keys:
                 operation["security"] = [] if path in open_paths else [{name: []} for name in KEY_SCHEMES]
+    schemas = document["components"]["schemas"]
     for name in NOT_OURS:
-        document["components"]["schemas"].pop(name, None)
+        schemas.pop(name, None)
+    _, errors = models_json_schema(
+        [(model, "serialization") for model in ERROR_MODELS], ref_template=REF_TEMPLATE
+    )
+    schemas.update(errors["$defs"])
     if has_keys:
         document["components"]["securitySchemes"] = KEY_SCHEMES
     return document
@@ -138,7 +154,6 @@ def create_routes(state: ServerState) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        responses=error_responses(*COMMON_STATUSES),
     )
     app.state.server = state
     document = cache(
@@ -152,7 +167,8 @@ def create_routes(state: ServerState) -> FastAPI:
         *(ollama, ollama_embed, ollama_models, ollama_management),
     )
     for each in (*(module.router for module in (*api, health, metrics)), router, static.router):
-        app.include_router(each)
+        # Not `include_router`, which would build each route again during the first requests.
+        app.router.routes.extend(each.routes)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(LlaisysError, _on_error)

@@ -10,8 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from fakes.service import FakeService
-from llaisys.config import Config
+from fakes.service import FakeService, default_config
 from llaisys.registry import ModelRegistry
 from llaisys.server import app as application
 from llaisys.server.app import create_app
@@ -28,7 +27,7 @@ def engine() -> FakeService:
 
 @pytest.fixture
 def state(engine: FakeService) -> ServerState:
-    return ServerState(Config(), models=ModelRegistry([engine]))  # type: ignore[list-item]  # the fake has AsyncLLM's surface
+    return ServerState(default_config(), models=ModelRegistry([engine]))  # type: ignore[list-item]  # the fake has AsyncLLM's surface
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
-from fakes.service import FakeService
+from fakes.service import FakeService, default_config
 from llaisys.bench import http_client as bench
-from llaisys.config import Config
 from llaisys.registry import ModelRegistry
 from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
@@ -58,7 +57,7 @@ VALUES = st.recursive(
 @cache
 def app_for(path: str) -> ASGIApp:  # noqa: ARG001 -- one per test, and so per event loop
     """Return the application on a scripted engine. Creating it takes longer than one example."""
-    return create_app(ServerState(Config(), models=ModelRegistry([FakeService()])), 8000)  # type: ignore[list-item]
+    return create_app(ServerState(default_config(), models=ModelRegistry([FakeService()])), 8000)  # type: ignore[list-item]
 
 
 def bodies(path: str) -> st.SearchStrategy[Any]:

@@ -15,7 +15,7 @@ from openai.types import responses as openai_responses
 from pydantic import TypeAdapter
 
 from asgi_client import StalledClient
-from fakes.service import FakeService, Piece
+from fakes.service import FakeService, Piece, default_config
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, ExhaustedError, QueueFullError, RequestFailedError
 from llaisys.registry import ModelRegistry
@@ -59,7 +59,7 @@ def store(tmp_path: Path) -> Iterator[ResponseStore]:
 
 @pytest.fixture
 def state(engine: AbortableService, store: ResponseStore) -> ServerState:
-    return ServerState(Config(), models=ModelRegistry([engine]), responses=store)  # type: ignore[list-item]
+    return ServerState(default_config(), models=ModelRegistry([engine]), responses=store)  # type: ignore[list-item]
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ async def test_background_needs_a_store(
 ) -> None:
     error = (await client.post(URL, json={**BODY, "store": False})).json()["error"]
     assert (error["param"], "store: true" in error["message"]) == ("background", True)
-    state = ServerState(Config(), models=ModelRegistry([engine]))  # type: ignore[list-item]
+    state = ServerState(default_config(), models=ModelRegistry([engine]))  # type: ignore[list-item]
     async with make_client(state) as without:
         error = (await without.post(URL, json=BODY)).json()["error"]
         assert (error["param"], "--response-store FILE" in error["message"]) == ("background", True)

@@ -23,6 +23,7 @@ def built(tmp_path: Path) -> Path:
     (tmp_path / "assets").mkdir()
     (tmp_path / "index.html").write_text('<script type="module" src="./assets/app-1.js"></script>', "utf-8")
     (tmp_path / "assets" / "app-1.js").write_text(SCRIPT, "utf-8")
+    (tmp_path / "assets" / "app-1.js.gz").write_bytes(gzip.compress(SCRIPT.encode()))
     (tmp_path / "assets" / "icon-2.svg").write_text("<svg/>", "utf-8")
     (tmp_path / "assets" / "Font-3.woff2").write_bytes(b"wOF2" + bytes(2000))
     return tmp_path
@@ -84,8 +85,9 @@ async def test_files_are_compressed_if_the_client_accepts_it(of_built: httpx.Asy
     plain = await of_built.get("/assets/app-1.js", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers
     assert plain.content == SCRIPT.encode()
-    small = await of_built.get("/assets/icon-2.svg")
-    assert "content-encoding" not in small.headers
+    not_compressed = await of_built.get("/assets/icon-2.svg")
+    assert "content-encoding" not in not_compressed.headers
+    assert (await of_built.get("/assets/app-1.js.gz")).status_code == 404  # a form of the file, not a file
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,13 +28,12 @@ MEDIA_TYPES = {
     ".png": "image/png",
     ".woff2": "font/woff2",
 }
-COMPRESSIBLE = ("text/", "image/svg")
-GZIP_LEVEL = 6  # nearly as small as 9, in half of the time, by which the server starts later
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types svelte-trusted-html dompurify"
 )
+GZIP_SUFFIX = ".gz"  # of the compressed form, which webui/vite.config.ts puts next to a file
 SECURITY_HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
@@ -61,7 +59,7 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file. `cache`: its Cache-Control header. `gzipped`: None if compression does not help."""
+    """One file. `cache`: its Cache-Control header. `gzipped`: None if the build did not compress the file."""
 
     content: bytes
     gzipped: bytes | None
@@ -73,23 +71,30 @@ class Asset:
 def load_webui(folder: Path = WEBUI_FOLDER) -> Mapping[str, Asset]:
     """Return URL path -> file; without a built web UI only `/`, a page with instructions to build it.
 
-    Files under `assets/` have a hash in their name and may be cached forever. A folder is read and compressed
-    once per process.
+    Files under `assets/` have a hash in their name and may be cached forever. A folder is read once per
+    process.
     """
     if not (folder / "index.html").is_file():
         log.warning(
             "the web UI is not built: install the wheel, or Node.js 20.19 and `make serve`; the API works"
         )
         return {"/": Asset(NOT_BUILT.encode(), None, "text/html", "no-cache")}
-    assets = {f"/assets/{path.name}": _asset(path, ASSET_CACHE) for path in sorted(folder.glob("assets/*.*"))}
+    assets = {
+        f"/assets/{path.name}": _asset(path, ASSET_CACHE)
+        for path in sorted(folder.glob("assets/*.*"))
+        if path.suffix != GZIP_SUFFIX
+    }
     return {"/": _asset(folder / "index.html", "no-cache"), **assets}
 
 
 def _asset(path: Path, cache: str) -> Asset:
-    content = path.read_bytes()
-    media_type = MEDIA_TYPES.get(path.suffix, "application/octet-stream")
-    gzipped = gzip.compress(content, GZIP_LEVEL, mtime=0) if media_type.startswith(COMPRESSIBLE) else b""
-    return Asset(content, gzipped if 0 < len(gzipped) < len(content) else None, media_type, cache)
+    gzipped = path.with_name(path.name + GZIP_SUFFIX)
+    return Asset(
+        path.read_bytes(),
+        gzipped.read_bytes() if gzipped.is_file() else None,
+        MEDIA_TYPES.get(path.suffix, "application/octet-stream"),
+        cache,
+    )
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
