@@ -103,8 +103,8 @@ test-python:
 
 # They take what the Python tests, which often wait, leave of the CPUs. What they print is shown when they end.
 test-rust:
-	@{ nice -n 10 cargo test -p llaisys-core --quiet && \
-		nice -n 10 cargo test -p llaisys-core --quiet --features faults --test faults; \
+	@{ nice -n 19 cargo test -p llaisys-core --quiet && \
+		nice -n 19 cargo test -p llaisys-core --quiet --features faults --test faults; \
 	} >target/test-rust.log 2>&1 || { cat target/test-rust.log; exit 1; }
 	@grep '^test result' target/test-rust.log
 else
