@@ -70,6 +70,7 @@ def test_one_wheel_for_every_python_and_every_linux_since_2018(wheel: Path) -> N
         names = archive.namelist()
         core = archive.read("llaisys/_core.abi3.so")
     assert "llaisys/webui/index.html" in names
+    assert "llaisys/webui/index.html.gz" in names
     assert "llaisys/webui/licenses.md" in names
     assert any(name.startswith("llaisys/webui/assets/") for name in names)
     assert any(name.startswith("llaisys/webui/assets/KaTeX_") for name in names)
