@@ -158,6 +158,7 @@ class Chat:
         """Scroll a list up by the wheel; return the position of its view once the animation has ended.
 
         Playwright hovers after two frames, in which new rows get their heights and move the end of the list.
+        Nothing else may change the height of the list or of its view meanwhile.
         """
         list_.hover()
         top_px = int(list_.evaluate(SCROLL_TOP)) - px
