@@ -211,6 +211,11 @@ class Chat:
     def sessions(self) -> Locator:
         return self.page.get_by_role("navigation", name="Chats").get_by_role("link")
 
+    @property
+    def meter(self) -> Locator:
+        """Return the context bar."""
+        return self.page.get_by_role("meter", name="Context")
+
     def button(self, name: str) -> Locator:
         return self.page.get_by_role("button", name=name, exact=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import BrowserContext, Locator, expect
+from playwright.sync_api import BrowserContext, expect
 
 from axe import violations
 from chatpage import Chat
@@ -20,10 +20,6 @@ def small(short: Server, context: BrowserContext) -> Chat:
     return chat
 
 
-def meter(chat: Chat) -> Locator:
-    return chat.page.get_by_role("meter", name="Context")
-
-
 def tokens(server: Server, *messages: str) -> int:
     """Return the tokens of a chat of these messages, of the user and the model in turn."""
     roles = ("user", "assistant")
@@ -33,16 +29,16 @@ def tokens(server: Server, *messages: str) -> int:
 
 def test_the_bar_counts_what_is_written(small: Chat, short: Server) -> None:
     chat = small
-    expect(meter(chat)).to_have_count(0)
+    expect(chat.meter).to_have_count(0)
     draft = "How many tokens are in this message?"
     chat.message.fill(draft)
-    expect(meter(chat)).to_have_attribute("aria-valuemax", "512")
+    expect(chat.meter).to_have_attribute("aria-valuemax", "512")
     wanted = tokens(short, draft)
-    expect(meter(chat)).to_have_attribute("aria-valuetext", f"{wanted} of 512 tokens: 0 cached, {wanted} new")
+    expect(chat.meter).to_have_attribute("aria-valuetext", f"{wanted} of 512 tokens: 0 cached, {wanted} new")
     assert violations(chat.page) == []
     chat.message.press("Enter")
     chat.done()
-    expect(meter(chat)).to_have_attribute("aria-valuetext", re.compile(rf": {wanted + 8} cached, \d+ new"))
+    expect(chat.meter).to_have_attribute("aria-valuetext", re.compile(rf": {wanted + 8} cached, \d+ new"))
 
 
 def test_an_edit_says_what_is_computed_again(small: Chat, short: Server) -> None:
@@ -57,9 +53,9 @@ def test_an_edit_says_what_is_computed_again(small: Chat, short: Server) -> None
         body = {"prompt": text, "add_special_tokens": False}
         again = short.http.post("/tokenize", json=body).json()["count"]
         expected = re.compile(rf"^Editing: about \d+ tokens stay cached, {again} are computed again")
-        expect(meter(chat)).to_have_attribute("aria-valuetext", expected)
+        expect(chat.meter).to_have_attribute("aria-valuetext", expected)
     chat.page.keyboard.press("Escape")
-    expect(meter(chat)).to_have_attribute("aria-valuetext", re.compile(r"^\d+ of 512 tokens: \d+ cached"))
+    expect(chat.meter).to_have_attribute("aria-valuetext", re.compile(r"^\d+ of 512 tokens: \d+ cached"))
 
 
 def test_a_warning_comes_before_the_context_is_full(small: Chat, short: Server) -> None:
@@ -73,8 +69,8 @@ def test_a_warning_comes_before_the_context_is_full(small: Chat, short: Server) 
     found = re.search(r"^\s*(\d+) tokens.*?(\d+) prompt tokens", usage, re.DOTALL)
     assert found is not None, usage
     computed = int(found[1]) + int(found[2])
-    expect(meter(chat)).to_have_attribute("aria-valuetext", re.compile(f" {computed} cached"))
-    used = int(meter(chat).get_attribute("aria-valuenow") or 0)
+    expect(chat.meter).to_have_attribute("aria-valuetext", re.compile(f" {computed} cached"))
+    used = int(chat.meter.get_attribute("aria-valuenow") or 0)
     each = tokens(short, "x " * 100) - tokens(short, "x " * 50)
     n = 50 * (512 - 30 - used) // each
     chat.message.fill("x " * n)

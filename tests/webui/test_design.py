@@ -58,7 +58,7 @@ def test_text_has_a_measure_and_actions_take_no_space(chat: Chat) -> None:
     for _ in range(2):
         chat.send("q")
         chat.done()
-    expect(chat.page.get_by_role("meter", name="Context")).to_be_visible()
+    expect(chat.meter).to_be_visible()
     assert box(chat.text)["width"] == 42 * 16
     user, completion = chat.user_messages.last, chat.completions.first
     bubble, usage = box(user.locator(".bubble")), box(completion.locator(".usage"))

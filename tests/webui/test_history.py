@@ -101,7 +101,7 @@ def top_of_view(chat: Chat) -> Any:
 def test_a_chat_keeps_its_place(chat: Chat) -> None:
     three(chat, LONG)
     # Once the tokens are counted, the context bar takes some of the list's height, and its end moves.
-    expect(chat.page.get_by_role("meter", name="Context")).to_be_visible()
+    expect(chat.meter).to_be_visible()
     region = chat.page.get_by_role("region", name="Conversation")
     chat.wait_for(lambda: region.evaluate(AT_END))
     chat.scroll_up(region, WHEEL_PX)
