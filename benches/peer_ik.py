@@ -1,12 +1,13 @@
 """ik_llama.cpp as a peer: it executes timing commands from standard input. Runs in the peers' environment.
 
-usage: peer_ik.py MODEL.gguf N_THREADS [N_CELLS]; then lines `decode STREAMS CONTEXT NEW`, `shared STREAMS
-CONTEXT NEW` (the same) or `prefill TOKENS`, each with one line of JSON as the result, with the `seconds`.
+usage: peer_ik.py MODEL.gguf N_THREADS [N_CELLS [q8_0]]; then lines `decode STREAMS CONTEXT NEW`, `shared
+STREAMS CONTEXT NEW` (the same) or `prefill TOKENS`, each with one line of JSON as the result, with the
+`seconds`.
 
 A step is one `llama_decode` of the C API with one token of each sequence, as its llama-batched-bench does.
 (The Python package has the library without that tool.) Nothing is sampled; the next tokens are given. The
 prompt is computed once and shared by the sequences. Weights are repacked at load (`-rtr`), flash attention
-and fused ops are on.
+and fused ops are on. Cells are f16, with `q8_0` in 8 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Peer:
 
     n_batch = 2048
 
-    def __init__(self, path: str, n_threads: int, n_cells: int = 4096) -> None:
+    def __init__(self, path: str, n_threads: int, n_cells: int = 4096, cell_type: str = "f16") -> None:
         api._lib.llama_log_set(_silent, None)
         api._lib.llama_kv_cache_seq_rm.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 3]
         api._lib.llama_kv_cache_seq_cp.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 4]
@@ -42,6 +43,7 @@ class Peer:
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_cells, self.n_batch, 512, 32
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn = params.fused_up_gate = True
+        params.type_k = params.type_v = {"f16": 1, "q8_0": 8}[cell_type]  # ggml_type
         self.context = api.llama_init_from_model(self.model, params)
         self.batch = api.llama_batch_init(self.n_batch, 0, 1)
         self.n_prompt = 0
@@ -93,7 +95,8 @@ def main() -> None:
     """Load, print `ready`, execute commands. The library's own output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    peer = Peer(sys.argv[1], *map(int, sys.argv[2:]))
+    path, n_threads, *cells = sys.argv[1:]
+    peer = Peer(path, int(n_threads), *map(int, cells[:1]), *cells[1:])
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         command, *numbers = line.split()

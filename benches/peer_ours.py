@@ -1,8 +1,8 @@
 """LLAISYS as a peer: it executes timing commands from standard input through `LLM.generate`.
 
 usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--temperature T] [--max-model-len N]
-[--encoder] [--timed]; then lines `decode STREAMS CONTEXT NEW`, `shared STREAMS CONTEXT NEW`, `prefill TOKENS`
-or `embed TOKENS`, each with one line of JSON as the result.
+[--num-kv-cells N] [--kv-cache-dtype int8] [--encoder] [--timed]; then lines `decode STREAMS CONTEXT NEW`,
+`shared STREAMS CONTEXT NEW`, `prefill TOKENS` or `embed TOKENS`, each with one line of JSON as the result.
 
 `decode` returns the seconds of NEW steps of STREAMS sequences that start with CONTEXT tokens. This is the
 difference of two calls with the same prompts, one of which generates NEW more tokens. So scheduling, sampling
@@ -59,7 +59,8 @@ class Ours:
     def __init__(self, args: argparse.Namespace) -> None:
         settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
         if not args.encoder:
-            sizes = {"max_num_seqs": 32, "max_model_len": args.max_model_len, "num_kv_cells": 40960}
+            sizes = {"max_num_seqs": 32, "max_model_len": args.max_model_len}
+            sizes |= {"num_kv_cells": args.num_kv_cells, "kv_cache_dtype": args.kv_cache_dtype}
             settings |= {**sizes, "speculative_config": None}
         self.llm = LLM(args.model, num_threads=args.threads, **settings)
         self.temperature, self.n_prefills = args.temperature, 0
@@ -117,6 +118,8 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--num-kv-cells", type=int, default=40960)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--encoder", action="store_true")
     parser.add_argument("--timed", action="store_true")
     args = parser.parse_args()

@@ -8,7 +8,8 @@ time that the hypervisor gave to other machines (steal). A tree with uncommitted
 are kept in benches/results/peers-rounds.jsonl, so a run continues where the previous one ended (exit status
 3: rows remain). Rounds of another build of the core or another machine are discarded when their row is
 measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that have a target
-(peers_rows.py). Each run rewrites the table and the JSON. Build the peers first: `make bench-peers` does.
+(peers_rows.py). Each run rewrites the table and the JSON. CPUs without AVX-512 have a table and rounds of
+their own (peers-avx2.md). Build the peers first: `make bench-peers` does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from peers_http import Server
 from peers_rows import TARGETS, Row, is_ours, rows
 
 RESULTS = Path(__file__).parent / "results"
-ROUNDS = RESULTS / "peers-rounds.jsonl"
 ROWS_ARE_LEFT = 3
 
 TARGET_ROWS = [*TARGETS, "overhead-16-bf16"]
@@ -46,7 +46,9 @@ class Bench:
     def __init__(self, budget_s: float) -> None:
         self.end = time.monotonic() + budget_s
         self.build, self.machine = build_id(), machine()
-        lines = ROUNDS.read_text("utf-8").splitlines() if ROUNDS.exists() else []
+        self.stem = stem()
+        self.file = self.stem.with_name(f"{self.stem.name}-rounds.jsonl")
+        lines = self.file.read_text("utf-8").splitlines() if self.file.exists() else []
         self.rounds: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.engines: dict[tuple[str, ...], Engine] = {}
         self.speed: MachineSpeed | None = None
@@ -63,10 +65,9 @@ class Bench:
         self.rounds = [r for r in self.rounds if r["row"] != row.name] + kept
 
     def save(self) -> None:
-        ROUNDS.parent.mkdir(exist_ok=True)
-        part = ROUNDS.with_suffix(".part")
+        part = self.file.with_suffix(".part")
         part.write_text("".join(json.dumps(r) + "\n" for r in self.rounds), encoding="utf-8")
-        part.replace(ROUNDS)
+        part.replace(self.file)
 
     def engine(self, row: Row, name: str) -> Engine:
         """Return the engine, loaded once for all rows of its model; a server is started per row."""
@@ -185,6 +186,15 @@ def machine() -> str:
     return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
 
 
+def stem() -> Path:
+    """Return the path of this machine's results without their suffix: what AVX-512 does is a table of its
+    own."""
+    from llaisys import _core
+
+    isa = _core.available_isas()[0]
+    return RESULTS / ("peers" if isa.startswith("avx512") else f"peers-{isa}")
+
+
 def cpu_times() -> tuple[int, int]:
     """Return the stolen and the total ticks of all CPUs since the start of the machine (man 5 proc_stat)."""
     # The last two are parts of the first two.
@@ -207,9 +217,9 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if is_dirty() else "")
 
 
-def committed_rows() -> dict[str, Any]:
-    """Return the summaries of the last committed results, by row."""
-    text = git("show", "HEAD:./peers.json")
+def committed_rows(name: str) -> dict[str, Any]:
+    """Return the summaries of the last committed results `name`, by row."""
+    text = git("show", f"HEAD:./{name}.json")
     rows: dict[str, Any] = json.loads(text)["rows"] if text else {}
     return rows
 
@@ -250,7 +260,8 @@ def main() -> int:
         sys.exit("the tree has uncommitted changes, so the figures would belong to no commit; commit first")
     bench = Bench(args.budget_s)
     left = chosen if args.report else measure_all(bench, chosen, args)
-    peers_report.write(bench.rounds, RESULTS, {"llaisys": commit(), **versions()}, committed_rows())
+    before = committed_rows(bench.stem.name)
+    peers_report.write(bench.rounds, bench.stem, {"llaisys": commit(), **versions()}, before)
     if left and not args.report:
         print(f"{len(left)} rows are left; run the command again: {' '.join(r.name for r in left[:8])}")
         return ROWS_ARE_LEFT

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peers_rows import SETTINGS, THREADS, Row
+from peers_rows import LONG, SETTINGS, THREADS, Row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -126,11 +126,13 @@ class LlamaTools:
         contexts = ",".join(map(str, row.contexts))
         shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(row.n_new), "-npl", str(row.n)]
         shape += ["-pps"] if row.copies_prompt else []
+        shape += ["-ctk", "q8_0", "-ctv", "q8_0"] if row.has_int8_cells else []
         rates = batched_bench_rates(self.run("llama-batched-bench", *shape, *BATCH, "-fa", "on"))
         return {str(c): rates[c, row.n] for c in row.contexts}
 
     def prefill(self, n_tokens: int) -> dict[str, float]:
         shape = ["-p", str(n_tokens), "-n", "0", "-r", "1", "-fa", "1", "-o", "json"]
+        shape += ["--no-warmup"] if n_tokens in LONG.values() else []  # it would be the whole prompt
         return {"0": bench_rate(self.run("llama-bench", *shape))}
 
     def embed(self, n_tokens: int) -> dict[str, float]:
@@ -173,8 +175,10 @@ def start(engine: str, row: Row) -> Resident | LlamaTools:
         return Resident(command + (["--timed"] if row.kind == "overhead" else []))
     if name in SCRIPTS:
         python = str(PEERS / "bin" / "python")
-        cells = ["16384"] if row.precision == "long" else []
-        return Resident([python, str(HERE / SCRIPTS[name]), str(model), str(THREADS), *cells])
+        command = [python, str(HERE / SCRIPTS[name]), str(model), str(THREADS)]
+        if row.precision in LONG:
+            command += [str(LONG[row.precision] + 768), *(["q8_0"] if row.has_int8_cells else [])]
+        return Resident(command)
     return LlamaTools(engine, model)
 
 

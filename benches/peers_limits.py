@@ -3,12 +3,11 @@
 A step cannot be faster than reading its weights and cells at the machine's read bandwidth, nor than its
 operations at the peak rate of the instructions. The larger of these times, divided by the time that the step
 takes, is the row's share of the limit; 1 is the limit. Both rates are measured around each engine, in the
-same minute (`machine_speed.rs`). Dot instructions of bf16 count as twice, those of 8-bit integers as four
-times the f32 rate (as on Zen 4 and 5; elsewhere shares may be too low). What is not a product is not counted,
-so shares are lower bounds.
+same minute (`machine_speed.rs`). Products of bf16 and of 8-bit integers count as a multiple of the f32 rate
+that depends on the instruction set. What is not a product is not counted, so shares are lower bounds.
 
 Experts are counted as if tokens chose them evenly, which is close for random weights and tokens: 16 tokens
-that use 8 of 128 experts read 82. Rows of other models have no limit here.
+that use 8 of 128 experts read 82. Rows of other models, and those with a shared prompt, have no limit here.
 """
 
 from __future__ import annotations
@@ -17,16 +16,40 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from peers_rows import LONG
+
 Round = dict[str, Any]
 
-# Bytes of a weight of the layers, and instructions of a weight compared with f32's, by precision.
-LAYER_WEIGHT = {"bf16": (2.0, 2), "8bit": (34 / 32, 4), "4bit": (18 / 32, 4)}
-INTEGERS = 4
-ATTENTION = 2  # products of attention are in bf16
+# Bytes of a weight of the layers, by precision.
+WEIGHT_BYTES = {"bf16": 2.0, "8bit": 34 / 32, "4bit": 18 / 32}
 
 # The least share, by kind and streams.
 DECODE_1_AT_LEAST = 0.9
+DECODE_1_LONG_AT_LEAST = 0.85
 OTHERS_AT_LEAST = 0.8
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The machine around an engine's measurement: 10^9 bytes and 10^9 f32 operations per second, and how
+    many times as fast it multiplies bf16 and 8-bit integers."""
+
+    gb_s: float
+    gflops: float
+    bf16: float
+    integers: float
+
+
+# `vdpbf16ps` multiplies twice, `vpdpbusd` four times as many numbers as `vfmadd` (as on Zen 4 and 5;
+# elsewhere shares may be too low). Without them bf16 is widened to f32, and 32 products of integers take
+# `vpmaddubsw` and `vpmaddwd`, where f32 takes four `vfmadd`.
+TIMES_F32 = {
+    "avx512_bf16": (2, 4),
+    "avx512_vnni": (1, 4),
+    "avx512": (1, 2),
+    "avx2_vnni": (1, 4),
+    "avx2": (1, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -55,10 +78,10 @@ class Shape:
         """Weights of the layers that a token is multiplied with."""
         return self.n_dense + self.n_experts_used * self.n_expert
 
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of K and V of one cell, in bf16."""
-        return self.n_layers * 2 * self.n_kv_heads * self.d_head * 2
+    def cell_bytes(self, *, is_int8: bool) -> int:
+        """Bytes of K and V of one cell, in bf16 or in 8 bits with an f32 scale for each head."""
+        head = self.d_head + 4 if is_int8 else self.d_head * 2
+        return self.n_layers * 2 * self.n_kv_heads * head
 
     def n_read(self, n_tokens: int) -> float:
         """Return how many weights of the layers are read for a pass of `n_tokens`."""
@@ -98,49 +121,73 @@ EXPERTS = Shape(
 )
 
 
-def step_s(shape: Shape, precision: str, n_streams: int, context: int, speed: tuple[float, float]) -> float:
-    """Return the least seconds of a decode step. `speed`: 10^9 bytes and 10^9 f32 operations per second."""
-    weight_bytes, rate = LAYER_WEIGHT[precision]
-    cells = n_streams * context * shape.cell_bytes
-    n_bytes = shape.n_read(n_streams) * weight_bytes + shape.head_bytes(precision) + cells
-    attention = 4 * shape.n_layers * shape.n_heads * shape.d_head * context / ATTENTION
-    operations = n_streams * (2 * shape.n_multiplied / rate + 2 * shape.n_head / INTEGERS + attention)
-    return max(n_bytes / speed[0], operations / speed[1]) / 1e9
+@dataclass(frozen=True)
+class Measured:
+    """What a row measures: the model, its weights' and cells' precision, and streams or tokens (`n`)."""
+
+    is_decode: bool
+    n: int
+    shape: Shape
+    weights: str
+    has_int8_cells: bool
+
+    @classmethod
+    def of(cls, name: str) -> Measured | None:
+        """Return the row of this name; None if it has no limit here."""
+        kind, n, precision = name.split("-", 2)
+        weights = "8bit" if precision in LONG else precision.removeprefix("experts-")
+        if weights not in WEIGHT_BYTES or kind not in ("decode", "prefill"):
+            return None
+        shape = EXPERTS if precision.startswith("experts-") else DENSE
+        return cls(kind == "decode", int(n), shape, weights, precision.endswith("-int8"))
+
+    def times_f32(self, speed: Speed) -> float:
+        """How many times as fast as f32 the layers' weights are multiplied."""
+        return speed.bf16 if self.weights == "bf16" else speed.integers
 
 
-def prompt_s(shape: Shape, precision: str, n_tokens: int, speed: tuple[float, float]) -> float:
+def step_s(row: Measured, context: int, speed: Speed) -> float:
+    """Return the least seconds of a decode step at this context."""
+    shape, n_streams = row.shape, row.n
+    cells = n_streams * context * shape.cell_bytes(is_int8=row.has_int8_cells)
+    n_bytes = shape.n_read(n_streams) * WEIGHT_BYTES[row.weights] + shape.head_bytes(row.weights) + cells
+    attention = 4 * shape.n_layers * shape.n_heads * shape.d_head * context / speed.bf16
+    layers = 2 * shape.n_multiplied / row.times_f32(speed)
+    operations = n_streams * (layers + 2 * shape.n_head / speed.integers + attention)
+    return max(n_bytes / speed.gb_s, operations / speed.gflops) / 1e9
+
+
+def prompt_s(row: Measured, speed: Speed) -> float:
     """Return the least seconds of a prompt. Only its last token needs the head."""
-    weight_bytes, rate = LAYER_WEIGHT[precision]
-    n_bytes = shape.n_read(n_tokens) * weight_bytes + shape.head_bytes(precision)
-    attention = 4 * shape.n_layers * shape.n_heads * shape.d_head * n_tokens * n_tokens / 2 / ATTENTION
-    operations = n_tokens * 2 * shape.n_multiplied / rate + 2 * shape.n_head / INTEGERS + attention
-    return max(n_bytes / speed[0], operations / speed[1]) / 1e9
+    shape, n = row.shape, row.n
+    n_bytes = shape.n_read(n) * WEIGHT_BYTES[row.weights] + shape.head_bytes(row.weights)
+    attention = 4 * shape.n_layers * shape.n_heads * shape.d_head * n * n / 2 / speed.bf16
+    layers = n * 2 * shape.n_multiplied / row.times_f32(speed)
+    operations = layers + 2 * shape.n_head / speed.integers + attention
+    return max(n_bytes / speed.gb_s, operations / speed.gflops) / 1e9
 
 
 def limit_share(found: list[Round], engine: str) -> float | None:
     """Return the median share of the limit of an engine's rounds of a row; None if the row has no limit."""
-    kind, n_text, precision = found[0]["row"].split("-", 2)
-    shape = EXPERTS if precision.startswith("experts-") else DENSE
-    precision = precision.removeprefix("experts-")
-    if precision not in LAYER_WEIGHT or kind not in ("decode", "prefill"):
+    row = Measured.of(found[0]["row"])
+    if row is None:
         return None
+    bf16, integers = TIMES_F32[found[0]["machine"].rsplit(" ", 1)[1]]
     shares = []
     for each in found:
         if engine not in each["rates"] or "gflops" not in each:
             continue
-        place, n = each["order"].index(engine), int(n_text)
+        place = each["order"].index(engine)
         gb_s, gflops = ((each[key][place] + each[key][place + 1]) / 2 for key in ("gb_s", "gflops"))
-        speed = (gb_s, gflops)
+        speed = Speed(gb_s, gflops, bf16, integers)
         for context, rate in each["rates"][engine].items():
-            least = (
-                step_s(shape, precision, n, int(context), speed)
-                if kind == "decode"
-                else prompt_s(shape, precision, n, speed)
-            )
-            shares.append(least * rate / n)
+            least = step_s(row, int(context), speed) if row.is_decode else prompt_s(row, speed)
+            shares.append(least * rate / row.n)
     return statistics.median(shares) if shares else None
 
 
 def least_share(row: str) -> float:
-    """Return the share that a row should reach: 0.9 with one stream, which only reads, else 0.8."""
-    return DECODE_1_AT_LEAST if row.startswith("decode-1-") else OTHERS_AT_LEAST
+    """Return the share that a row should reach. One stream only reads."""
+    if row.startswith("decode-1-"):
+        return DECODE_1_LONG_AT_LEAST if row.removeprefix("decode-1-") in LONG else DECODE_1_AT_LEAST
+    return OTHERS_AT_LEAST

@@ -143,7 +143,7 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
     peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
     numbers = {machine: n for n, machine in enumerate(about["machines"], 1)}
     lines = [
-        "# LLAISYS compared with peers",
+        "# LLAISYS compared with peers" + ("" if ", avx512" in about["machines"][0] else " without AVX-512"),
         "",
         "Machines: " + "; ".join(f"{n}: {name}" for name, n in numbers.items()) + ".",
         f"{about['threads']} threads; {about['date']}; core build {about['build']}.",
@@ -187,8 +187,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
     return "\n".join(lines) + "\n"
 
 
-def write(found: list[Round], folder: Path, versions: dict[str, str], before: dict[str, Any]) -> None:
-    """Write peers.json and peers.md of all rounds; print the targets.
+def write(found: list[Round], stem: Path, versions: dict[str, str], before: dict[str, Any]) -> None:
+    """Write STEM.json and STEM.md of all rounds; print the targets.
 
     `versions`: those of the engines. `before`: the rows of the last committed run.
     """
@@ -208,10 +208,10 @@ def write(found: list[Round], folder: Path, versions: dict[str, str], before: di
         for row, peer, value, wanted, met in targets_met(table)
     ]
     pages = {
-        "peers.json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
-        "peers.md": markdown(table, about, changes),
+        ".json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
+        ".md": markdown(table, about, changes),
     }
-    for name, text in pages.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for suffix, text in pages.items():
+        stem.with_suffix(suffix).write_text(text, encoding="utf-8")
     for row, peer, value, wanted, met in targets_met(table):
         print(f"{'met   ' if met else 'missed'} {row:22} {peer:16} {value:6.3g} of {wanted:g}")

@@ -45,9 +45,14 @@ FILES: dict[str, dict[str, str]] = {
     "hybrid-4bit": dict.fromkeys(("llaisys", "llama.cpp"), "hybrid-q4_0.gguf"),
     "hybrid-8bit": dict.fromkeys(("llaisys", "llama.cpp"), "hybrid-q8_0.gguf"),
     "encoder-bf16": {"llaisys": "encoder", "llama.cpp": "encoder-bf16.gguf"},
-    "long": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
+    "8k": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
+    "8k-int8": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
+    "32k": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
+    "32k-int8": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
 }
-LONG = 8192  # tokens of a long prompt, and of the context that steps of `long` rows see
+# Tokens of long prompts, and of the contexts that steps see, by precision (the model ends at 32,768).
+LONG = {"8k": 8192, "8k-int8": 8192, "32k": 32_000, "32k-int8": 32_000}
+LONG_STREAMS = 8
 
 # Settings of LLAISYS by precision (flags of peer_ours.py). Tokens of experts are drawn at random: greedy ones
 # of random weights repeat, and would use the same experts again and again.
@@ -55,7 +60,10 @@ SETTINGS: dict[str, list[str]] = {
     "experts-4bit": ["--temperature", "1"],
     "experts-8bit": ["--temperature", "1"],
     "encoder-bf16": ["--encoder"],
-    "long": ["--max-model-len", "16384"],
+    "8k": ["--max-model-len", "16384", "--num-kv-cells", "66560"],
+    "8k-int8": ["--max-model-len", "16384", "--num-kv-cells", "66560", "--kv-cache-dtype", "int8"],
+    "32k": ["--max-model-len", "32768", "--num-kv-cells", "259072"],
+    "32k-int8": ["--max-model-len", "32768", "--num-kv-cells", "259072", "--kv-cache-dtype", "int8"],
 }
 
 # (peer, at least) by row; the peer is one of them or the best of each round.
@@ -72,9 +80,14 @@ TARGETS: dict[str, tuple[str, float]] = {
     "decode-16-hybrid-4bit": (BEST, 1.0),
     "prefill-512-hybrid-4bit": (BEST, 1.0),
     "embed-512-encoder-bf16": (BEST, 1.0),
-    "prefill-8192-long": (BEST, 1.0),
-    "decode-1-long": (BEST, 1.0),
-    "shared-16-long": ("llama.cpp", 3.0),
+    **{
+        f"decode-{n}-{precision}": (BEST, 1.0)
+        for precision in ("8k", "8k-int8", "32k", "32k-int8")
+        for n in (1, LONG_STREAMS)
+    },
+    "prefill-8192-8k": (BEST, 1.0),
+    "prefill-32000-32k": (BEST, 1.0),
+    "shared-16-8k": ("llama.cpp", 3.0),
 }
 # 16 streams against one of SmolLM2; the share of a step outside the core. Shares of the physical limit are in
 # peers_limits.py.
@@ -100,8 +113,8 @@ class Row:
     @property
     def contexts(self) -> tuple[int, ...]:
         """Context lengths of the sequences of `decode` and `shared`."""
-        if self.precision == "long":
-            return (LONG,)
+        if self.precision in LONG:
+            return (LONG[self.precision],)
         return ENDS if self.n <= 4 else MIDDLE
 
     @property
@@ -110,13 +123,18 @@ class Row:
         return 24 if self.n == 1 or self.precision in HYBRIDS else 16
 
     @property
+    def has_int8_cells(self) -> bool:
+        """Whether keys and values are in 8 bits (Q8_0 in the peers) instead of bf16 (f16)."""
+        return self.precision.endswith("-int8")
+
+    @property
     def copies_prompt(self) -> bool:
         """Whether llama.cpp computes one prompt for all streams; it cannot copy recurrent states."""
         return self.precision not in HYBRIDS
 
     def n_rounds(self, n: int) -> int:
         """Of at most `n`: three if a round takes minutes."""
-        return min(n, 3) if self.precision == "long" else n
+        return min(n, 3) if self.precision in LONG else n
 
 
 def rows() -> list[Row]:
@@ -131,8 +149,13 @@ def rows() -> list[Row]:
         made += [Row("decode", n, precision, FILES[precision]) for n in (1, 4, 16)]
         made.append(Row("prefill", 512, precision, FILES[precision]))
     made.append(Row("embed", 512, "encoder-bf16", FILES["encoder-bf16"]))
-    made.append(Row("prefill", LONG, "long", FILES["long"]))
-    made += [Row("decode", 1, "long", FILES["long"]), Row("shared", 16, "long", FILES["long"])]
+    for precision, n_tokens in LONG.items():
+        files = FILES[precision]
+        made += [] if precision.endswith("int8") else [Row("prefill", n_tokens, precision, files)]
+        # ik_llama.cpp's streams share one cache: it can only copy a prompt by sharing its cells.
+        copies = {name: file for name, file in files.items() if name != "ik_llama.cpp"}
+        made += [Row("decode", 1, precision, files), Row("decode", LONG_STREAMS, precision, copies)]
+        made += [Row("shared", 16, precision, files)] if precision == "8k" else []
     for precision in ("bf16", "8bit", "smollm2"):
         files = {name: file for name, file in FILES[precision].items() if name in ("llaisys", "llama.cpp")}
         made += [Row("http", n, precision, files) for n in HTTP_STREAMS]

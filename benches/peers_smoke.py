@@ -44,7 +44,7 @@ def a_round(row: str, ours: float, llama: float, openvino: float) -> peers_repor
     return {
         "row": row,
         "build": "0",
-        "machine": "a machine",
+        "machine": "a machine, avx512_bf16",
         "load": 0.25,
         "steal": 0.015,
         "when": "",
@@ -96,6 +96,19 @@ def check_arithmetic() -> None:
     least_s = 512 * 2 * 357_898_112 / 400e9 + (2 * 24 * 14 * 64 * 512 * 512 / 2 + 136_134_656 / 2) / 200e9
     assert share is not None
     assert abs(share - least_s * 500 / 512) < 1e-9
+    # Without bf16 instructions, all at 200 GFLOP/s; the head at twice.
+    prompt["machine"] = "a machine, avx2"
+    share = limit_share([prompt], "llaisys")
+    least_s = (512 * 2 * 357_898_112 + 4 * 24 * 14 * 64 * 512 * 512 / 2 + 136_134_656) / 200e9
+    assert share is not None
+    assert abs(share - least_s * 500 / 512) < 1e-9
+    # A step at 8,192 tokens reads weights in 8 bits and 24 layers of 4 heads of 64 bytes with a scale.
+    deep = a_round("decode-1-8k-int8", 50.0, 1.0, 1.0)
+    deep["rates"]["llaisys"] = {"8192": 50.0}
+    share = limit_share([deep], "llaisys")
+    n_bytes = (357_898_112 + 136_134_656) * 34 / 32 + 8192 * 24 * 4 * 68
+    assert share is not None
+    assert abs(share - 50.0 * n_bytes / 50e9) < 1e-9
     assert limit_share([a_round("decode-1-smollm2", 50.0, 1.0, 1.0)], "llaisys") is None
     # Two tokens use 8 and 7.5 more of 128 experts, 6 * 4,718,592 weights each, with 6 * 19,136,512 others in
     # 4 bits and a head of 107 MB.
@@ -122,7 +135,7 @@ def check_report() -> None:
             name: {"tokens_per_s": 10.0} for name in ("openvino", "llaisys")
         }
         before["decode-16-bf16"]["machine"] = found[-1]["machine"]
-        peers_report.write(found, Path(folder), {"openvino": "1"}, before)
+        peers_report.write(found, Path(folder) / "peers", {"openvino": "1"}, before)
         page = (Path(folder) / "peers.md").read_text()
         assert "| decode-16-bf16 | 30 | 10 (3.00x) | – | 15* (2.00x) |" in page
         assert "| **2.00x** | 7% | 50.0 | 0.2 | 1.5% | 7 | 1 |" in page
