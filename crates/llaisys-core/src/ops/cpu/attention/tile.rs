@@ -19,7 +19,7 @@ pub(super) trait Tile {
 /// Height of the tiles into which `n_rows` rows are cut. If they fit in one tall tile, what they read is read once.
 #[inline(always)]
 pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
-    if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::TILE_ROWS }
+    if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::MANY_ROWS }
 }
 
 /// Computes a tile of `n_rows <= L::TALL_ROWS` rows. The guards are constants, so that no code is compiled for tiles
@@ -28,11 +28,11 @@ pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
 pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
     match n_rows {
         1 => tile.run::<1>(),
-        2 if L::TILE_ROWS >= 2 => tile.run::<2>(),
-        3 if L::TILE_ROWS >= 3 => tile.run::<3>(),
-        4 if L::TILE_ROWS >= 4 => tile.run::<4>(),
-        5 if L::TILE_ROWS >= 5 => tile.run::<5>(),
-        6 if L::TILE_ROWS >= 6 => tile.run::<6>(),
+        2 if L::TALL_ROWS >= 2 => tile.run::<2>(),
+        3 if L::TALL_ROWS >= 3 => tile.run::<3>(),
+        4 if L::TALL_ROWS >= 4 => tile.run::<4>(),
+        5 if L::TALL_ROWS >= 5 => tile.run::<5>(),
+        6 if L::TALL_ROWS >= 6 => tile.run::<6>(),
         7 if L::TALL_ROWS >= 7 => tile.run::<7>(),
         8 if L::TALL_ROWS >= 8 => tile.run::<8>(),
         _ => unreachable!("tiles have up to {} rows", L::TALL_ROWS),

@@ -58,8 +58,9 @@ fn first<T: Copy + Default, const M: usize>(x: &[T]) -> [T; M] {
 impl Lanes for Avx2 {
     type F = __m256;
     const N: usize = N;
-    const TILE_ROWS: usize = 3;
-    const TALL_ROWS: usize = 3;
+    const TILE_ROWS: usize = 2;
+    const TALL_ROWS: usize = 4;
+    const MANY_ROWS: usize = Self::TALL_ROWS;
 
     lanewise! {
         add(a, b) = _mm256_add_ps;

@@ -108,6 +108,7 @@ impl<S: Bf16Pairs> Lanes for S {
     const N: usize = N;
     const TILE_ROWS: usize = 6;
     const TALL_ROWS: usize = 8;
+    const MANY_ROWS: usize = Self::TILE_ROWS;
 
     lanewise! {
         add(a, b) = _mm512_add_ps;

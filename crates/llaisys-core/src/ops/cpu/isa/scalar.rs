@@ -25,6 +25,7 @@ impl Lanes for Scalar {
     const N: usize = N;
     const TILE_ROWS: usize = 1;
     const TALL_ROWS: usize = 1;
+    const MANY_ROWS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

@@ -84,20 +84,31 @@ impl Prefetch {
 /// Rows from which a single block prefetches. On an AMD CPU: where arithmetic takes at least half of the memory time.
 /// With fewer rows its hardware prefetcher is fast enough, and prefetch instructions cost up to a tenth. (Zen 4
 /// multiplies a line of 8-bit or BF16 weights with a row in one cycle, and a 4-bit line in two; two cores get a line
-/// from memory every 14.) Others always prefetch: Intel's own prefetcher does not cross pages of 4 KiB.
+/// from memory every 14. Zen 3, without AVX-512, takes four to seven cycles for a line of any format.) Others always
+/// prefetch: Intel's own prefetcher does not cross pages of 4 KiB.
 fn min_rows(format: PackedFormat) -> usize {
-    if !*IS_AMD {
-        return 1;
+    match *VENDOR {
+        Vendor::Amd { has_avx512: true } if format.is_grouped() => format.bits().div_ceil(2).max(3),
+        Vendor::Amd { has_avx512: true } => 9,
+        Vendor::Amd { has_avx512: false } => 2,
+        Vendor::Other => 1,
     }
-    if format.is_grouped() { format.bits().div_ceil(2).max(3) } else { 9 }
 }
 
-/// Whether AMD made the CPU, by the vendor's name in leaf 0 of `cpuid`.
-static IS_AMD: LazyLock<bool> = LazyLock::new(|| {
+/// Who made the CPU.
+enum Vendor {
+    Amd { has_avx512: bool },
+    Other,
+}
+
+/// The vendor, by its name in leaf 0 of `cpuid`.
+static VENDOR: LazyLock<Vendor> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth"; // of "AuthenticAMD"
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
+    if std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth" {
+        // "AuthenticAMD"
+        return Vendor::Amd { has_avx512: std::is_x86_feature_detected!("avx512f") };
+    }
+    Vendor::Other
 });
 
 /// Prefetches the line at `at` to the first-level cache; any address is allowed.

@@ -6,6 +6,8 @@ use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QU
 use crate::ops::cpu::linear::{Panel, Prefetch, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
+use std::hint::black_box;
+use std::ops::Range;
 
 /// The sums of a part of a group, and their scaling. The code is the same for every set; `$sums` computes the exact
 /// integer sums.
@@ -113,7 +115,7 @@ macro_rules! dots {
 
 /// Kernels without `vpdpbusd`.
 pub(super) mod pairs {
-    kernels!("avx2,fma,f16c", pair_sums, [1 x 4, 2 x 2, 3 x 1, 4 x 1]);
+    kernels!("avx2,fma,f16c", pair_sums, [1 x 4, 2 x 2, 3 x 2, 4 x 2]);
 }
 
 /// Kernels with `vpdpbusd` of AVX-VNNI.
@@ -174,8 +176,8 @@ fn sum_bytes<const R: usize, const T: usize>(
 ) -> [[__m256i; T]; R] {
     let (offset, ones) = (_mm256_set1_epi8(-128), _mm256_set1_epi16(1));
     let mut acc = [[_mm256_setzero_si256(); T]; R];
-    for (quad, w) in weights.iter().enumerate() {
-        let w = load::<T>(w, first).map(|w| _mm256_xor_si256(w, offset));
+    for quad in rolled(0..QUADS) {
+        let w = load::<T>(&weights[quad], first).map(|w| _mm256_xor_si256(w, offset));
         let size = w.map(|w| _mm256_abs_epi8(w));
         for r in 0..R {
             let x = _mm256_set1_epi32(x[r][quad].cast_signed());
@@ -200,7 +202,7 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
 ) -> [[__m256i; T]; R] {
     let ones = _mm256_set1_epi16(1);
     let mut acc = [[_mm256_setzero_si256(); T]; R];
-    for pair in G::pairs(part) {
+    for pair in rolled(G::pairs(part)) {
         let [even, odd] = load_pair::<T, G>(weights, first, pair);
         for r in 0..R {
             let x =
@@ -225,6 +227,13 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
         }
     }
     acc
+}
+
+/// `range`, with an end that the compiler does not know, so that it does not unroll the loop. Unrolled, LLVM adds the
+/// products of a group as a tree and moves sums to the stack, and a row's loads are not in the order of memory.
+#[inline(always)]
+fn rolled(range: Range<usize>) -> Range<usize> {
+    range.start..black_box(range.end)
 }
 
 /// The correction for unsigned storage: the offset of the weights times the inputs of a row.
