@@ -110,7 +110,7 @@ impl KvElement for f32 {
 
     #[inline(always)]
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        [0, L::N].map(|at| lanes.load(&rows[0][at..]))
+        [lanes.load(rows[0]), lanes.load(&rows[0][L::N..])]
     }
 
     #[inline(always)]
@@ -162,7 +162,7 @@ impl KvElement for f16 {
 
     #[inline(always)]
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        [0, L::N].map(|at| lanes.load_f16_first(&rows[0][at..at + L::N]))
+        [lanes.load_f16_first(&rows[0][..L::N]), lanes.load_f16_first(&rows[0][L::N..2 * L::N])]
     }
 
     #[inline(always)]
@@ -272,13 +272,17 @@ impl KvElement for i8 {
 
     #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
-        let [low, high] = rows.map(|row| lanes.load_i8_first(row));
+        let (low, high) = (lanes.load_i8_first(rows[0]), lanes.load_i8_first(rows[1]));
         lanes.pair(low, high)
     }
 
     #[inline(always)]
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        [0, L::N].map(|at| Self::zip_first(lanes, rows.map(|row| &row[at..at + L::N])))
+        let [first, second] = rows;
+        [
+            Self::zip_first(lanes, [&first[..L::N], &second[..L::N]]),
+            Self::zip_first(lanes, [&first[L::N..2 * L::N], &second[L::N..2 * L::N]]),
+        ]
     }
 
     #[inline(always)]

@@ -2,7 +2,8 @@
 //!
 //! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`](super::Isa::run) compiles it once for
 //! each instruction set that has its own lanes (VNNI adds nothing to them), inside one function with the features
-//! enabled. Everything called from that function is `#[inline(always)]`, so that it becomes part of it.
+//! enabled. Everything called from that function is `#[inline(always)]`, so that it becomes part of it. Closures are
+//! not: one given to `array::map` is compiled without the features, and each intrinsic in it is a call.
 
 use half::f16;
 
@@ -55,7 +56,10 @@ pub(crate) trait Lanes: Copy {
     #[inline(always)]
     fn zip_pairs(self, low: &[u16], high: &[u16]) -> [Self::F; 2] {
         let (low, high) = (&low[..2 * Self::N], &high[..2 * Self::N]);
-        [0, Self::N].map(|at| self.zip_pairs_first(&low[at..at + Self::N], &high[at..at + Self::N]))
+        [
+            self.zip_pairs_first(&low[..Self::N], &high[..Self::N]),
+            self.zip_pairs_first(&low[Self::N..], &high[Self::N..]),
+        ]
     }
 
     /// `acc` plus the products of both elements of each pair of `a` and `b`, the odd ones first.
