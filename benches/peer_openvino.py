@@ -5,8 +5,8 @@ with one line of JSON as the result, with the `seconds`.
 
 It uses the continuous batching pipeline (paged attention; the head computes the needed rows only). The
 pipeline is stepped until every sequence has its first token, and then timed for NEW steps. Prompts of
-`decode` are in the prefix cache from their second round on. Greedy, latency hint; bf16 inference hint and bf16
-KV where the CPU multiplies bf16, else OpenVINO's defaults.
+`decode` are in the prefix cache from their second round on. Greedy, latency hint; bf16 inference hint and
+bf16 KV where the CPU multiplies bf16, else OpenVINO's defaults.
 """
 
 from __future__ import annotations
