@@ -30,7 +30,7 @@ from typing import Any
 import peers_report
 from peers_engines import MODELS, LlamaTools, MachineSpeed, PeerError, Resident, start, versions
 from peers_http import Server
-from peers_rows import TARGETS, Row, is_ours, rows
+from peers_rows import TARGETS, Row, is_ours, isa, rows
 
 RESULTS = Path(__file__).parent / "results"
 ROWS_ARE_LEFT = 3
@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, budget_s: float) -> None:
         self.end = time.monotonic() + budget_s
         self.build, self.machine = build_id(), machine()
-        self.stem = stem()
+        self.stem = stem(self.machine)
         self.file = self.stem.with_name(f"{self.stem.name}-rounds.jsonl")
         lines = self.file.read_text("utf-8").splitlines() if self.file.exists() else []
         self.rounds: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -186,13 +186,11 @@ def machine() -> str:
     return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
 
 
-def stem() -> Path:
-    """Return the path of this machine's results without their suffix: what AVX-512 does is a table of its
+def stem(machine: str) -> Path:
+    """Return the path of a machine's results without their suffix: what AVX-512 does is a table of its
     own."""
-    from llaisys import _core
-
-    isa = _core.available_isas()[0]
-    return RESULTS / ("peers" if isa.startswith("avx512") else f"peers-{isa}")
+    name = isa(machine)
+    return RESULTS / ("peers" if name.startswith("avx512") else f"peers-{name}")
 
 
 def cpu_times() -> tuple[int, int]:

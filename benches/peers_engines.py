@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peers_rows import LONG, SETTINGS, THREADS, Row
+from peers_rows import LONG, LONG_NEW, SETTINGS, THREADS, Row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -177,7 +177,7 @@ def start(engine: str, row: Row) -> Resident | LlamaTools:
         python = str(PEERS / "bin" / "python")
         command = [python, str(HERE / SCRIPTS[name]), str(model), str(THREADS)]
         if row.precision in LONG:
-            command += [str(LONG[row.precision] + 768), *(["q8_0"] if row.has_int8_cells else [])]
+            command += [str(LONG[row.precision] + LONG_NEW), *(["q8_0"] if row.has_int8_cells else [])]
         return Resident(command)
     return LlamaTools(engine, model)
 

@@ -16,7 +16,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from peers_rows import LONG
+from peers_rows import LONG, Row, isa
 
 Round = dict[str, Any]
 
@@ -38,6 +38,15 @@ class Speed:
     gflops: float
     bf16: float
     integers: float
+
+    @classmethod
+    def of(cls, gb_s: float, gflops: float, instructions: str) -> Speed:
+        """Return the speed of a machine whose best instruction set is `instructions`."""
+        return cls(gb_s, gflops, *TIMES_F32[instructions])
+
+    def times_f32(self, weights: str) -> float:
+        """Return how many times as fast as f32 weights of this format are multiplied."""
+        return {"f32": 1.0, "f16": 1.0, "bf16": self.bf16}.get(weights, self.integers)
 
 
 # `vdpbf16ps` multiplies twice, `vpdpbusd` four times as many numbers as `vfmadd` (as on Zen 4 and 5;
@@ -121,67 +130,58 @@ EXPERTS = Shape(
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a row measures: the model, its weights' and cells' precision, and streams or tokens (`n`)."""
-
-    is_decode: bool
-    n: int
-    shape: Shape
-    weights: str
-    has_int8_cells: bool
-
-    @classmethod
-    def of(cls, name: str) -> Measured | None:
-        """Return the row of this name; None if it has no limit here."""
-        kind, n, precision = name.split("-", 2)
-        weights = "8bit" if precision in LONG else precision.removeprefix("experts-")
-        if weights not in WEIGHT_BYTES or kind not in ("decode", "prefill"):
-            return None
-        shape = EXPERTS if precision.startswith("experts-") else DENSE
-        return cls(kind == "decode", int(n), shape, weights, precision.endswith("-int8"))
-
-    def times_f32(self, speed: Speed) -> float:
-        """How many times as fast as f32 the layers' weights are multiplied."""
-        return speed.bf16 if self.weights == "bf16" else speed.integers
+def limited(name: str) -> Row | None:
+    """Return the row of this name; None if it has no limit here."""
+    kind, n, precision = name.split("-", 2)
+    row = Row(kind, int(n), precision, engines={})
+    return row if kind in ("decode", "prefill") and weights_of(row) in WEIGHT_BYTES else None
 
 
-def step_s(row: Measured, context: int, speed: Speed) -> float:
+def shape_of(row: Row) -> Shape:
+    """Return the row's model."""
+    return EXPERTS if row.precision.startswith("experts-") else DENSE
+
+
+def weights_of(row: Row) -> str:
+    """Return the precision of its weights."""
+    return "8bit" if row.precision in LONG else row.precision.removeprefix("experts-")
+
+
+def step_s(row: Row, context: int, speed: Speed) -> float:
     """Return the least seconds of a decode step at this context."""
-    shape, n_streams = row.shape, row.n
+    shape, weights, n_streams = shape_of(row), weights_of(row), row.n
     cells = n_streams * context * shape.cell_bytes(is_int8=row.has_int8_cells)
-    n_bytes = shape.n_read(n_streams) * WEIGHT_BYTES[row.weights] + shape.head_bytes(row.weights) + cells
+    n_bytes = shape.n_read(n_streams) * WEIGHT_BYTES[weights] + shape.head_bytes(weights) + cells
     attention = 4 * shape.n_layers * shape.n_heads * shape.d_head * context / speed.bf16
-    layers = 2 * shape.n_multiplied / row.times_f32(speed)
+    layers = 2 * shape.n_multiplied / speed.times_f32(weights)
     operations = n_streams * (layers + 2 * shape.n_head / speed.integers + attention)
     return max(n_bytes / speed.gb_s, operations / speed.gflops) / 1e9
 
 
-def prompt_s(row: Measured, speed: Speed) -> float:
+def prompt_s(row: Row, speed: Speed) -> float:
     """Return the least seconds of a prompt. Only its last token needs the head."""
-    shape, n = row.shape, row.n
-    n_bytes = shape.n_read(n) * WEIGHT_BYTES[row.weights] + shape.head_bytes(row.weights)
+    shape, weights, n = shape_of(row), weights_of(row), row.n
+    n_bytes = shape.n_read(n) * WEIGHT_BYTES[weights] + shape.head_bytes(weights)
     attention = 4 * shape.n_layers * shape.n_heads * shape.d_head * n * n / 2 / speed.bf16
-    layers = n * 2 * shape.n_multiplied / row.times_f32(speed)
+    layers = n * 2 * shape.n_multiplied / speed.times_f32(weights)
     operations = layers + 2 * shape.n_head / speed.integers + attention
     return max(n_bytes / speed.gb_s, operations / speed.gflops) / 1e9
 
 
 def limit_share(found: list[Round], engine: str) -> float | None:
     """Return the median share of the limit of an engine's rounds of a row; None if the row has no limit."""
-    row = Measured.of(found[0]["row"])
+    row = limited(found[0]["row"])
     if row is None:
         return None
-    bf16, integers = TIMES_F32[found[0]["machine"].rsplit(" ", 1)[1]]
     shares = []
     for each in found:
         if engine not in each["rates"] or "gflops" not in each:
             continue
         place = each["order"].index(engine)
         gb_s, gflops = ((each[key][place] + each[key][place + 1]) / 2 for key in ("gb_s", "gflops"))
-        speed = Speed(gb_s, gflops, bf16, integers)
+        speed = Speed.of(gb_s, gflops, isa(each["machine"]))
         for context, rate in each["rates"][engine].items():
-            least = step_s(row, int(context), speed) if row.is_decode else prompt_s(row, speed)
+            least = step_s(row, int(context), speed) if row.kind == "decode" else prompt_s(row, speed)
             shares.append(least * rate / row.n)
     return statistics.median(shares) if shares else None
 

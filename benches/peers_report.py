@@ -17,6 +17,7 @@ from peers_rows import (
     TARGETS,
     THREADS,
     is_ours,
+    isa,
     rows,
 )
 
@@ -143,7 +144,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
     peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
     numbers = {machine: n for n, machine in enumerate(about["machines"], 1)}
     lines = [
-        "# LLAISYS compared with peers" + ("" if ", avx512" in about["machines"][0] else " without AVX-512"),
+        "# LLAISYS compared with peers"
+        + ("" if isa(about["machines"][0]).startswith("avx512") else " without AVX-512"),
         "",
         "Machines: " + "; ".join(f"{n}: {name}" for name, n in numbers.items()) + ".",
         f"{about['threads']} threads; {about['date']}; core build {about['build']}.",

@@ -17,6 +17,12 @@ HYBRIDS = ("hybrid-4bit", "hybrid-8bit")
 STREAMS = (1, 4, 8, 16, 32)
 HTTP_STREAMS = (1, 8, 16, 32)
 
+# Tokens of long prompts, and of the contexts that steps see, by precision (the model ends at 32,768).
+LONG = {"8k": 8192, "8k-int8": 8192, "32k": 32_000, "32k-int8": 32_000}
+LONG_STREAMS = 8
+# Tokens that streams at such a context may add, in all.
+LONG_NEW = 768
+
 # Engine -> model file or folder under the peers' models. A name with `/` is one engine with another setting.
 FILES: dict[str, dict[str, str]] = {
     "bf16": {
@@ -45,14 +51,8 @@ FILES: dict[str, dict[str, str]] = {
     "hybrid-4bit": dict.fromkeys(("llaisys", "llama.cpp"), "hybrid-q4_0.gguf"),
     "hybrid-8bit": dict.fromkeys(("llaisys", "llama.cpp"), "hybrid-q8_0.gguf"),
     "encoder-bf16": {"llaisys": "encoder", "llama.cpp": "encoder-bf16.gguf"},
-    "8k": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
-    "8k-int8": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
-    "32k": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
-    "32k-int8": dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf"),
+    **{name: dict.fromkeys(("llaisys", "llama.cpp", "ik_llama.cpp"), "q05-q8_0.gguf") for name in LONG},
 }
-# Tokens of long prompts, and of the contexts that steps see, by precision (the model ends at 32,768).
-LONG = {"8k": 8192, "8k-int8": 8192, "32k": 32_000, "32k-int8": 32_000}
-LONG_STREAMS = 8
 
 # Settings of LLAISYS by precision (flags of peer_ours.py). Tokens of experts are drawn at random: greedy ones
 # of random weights repeat, and would use the same experts again and again.
@@ -60,11 +60,11 @@ SETTINGS: dict[str, list[str]] = {
     "experts-4bit": ["--temperature", "1"],
     "experts-8bit": ["--temperature", "1"],
     "encoder-bf16": ["--encoder"],
-    "8k": ["--max-model-len", "16384", "--num-kv-cells", "66560"],
-    "8k-int8": ["--max-model-len", "16384", "--num-kv-cells", "66560", "--kv-cache-dtype", "int8"],
-    "32k": ["--max-model-len", "32768", "--num-kv-cells", "259072"],
-    "32k-int8": ["--max-model-len", "32768", "--num-kv-cells", "259072", "--kv-cache-dtype", "int8"],
 }
+for _name, _n_tokens in LONG.items():
+    SETTINGS[_name] = ["--max-model-len", str(_n_tokens + LONG_NEW)]
+    SETTINGS[_name] += ["--num-kv-cells", str(LONG_STREAMS * _n_tokens + LONG_NEW)]
+    SETTINGS[_name] += ["--kv-cache-dtype", "int8"] if _name.endswith("-int8") else []
 
 # (peer, at least) by row; the peer is one of them or the best of each round.
 TARGETS: dict[str, tuple[str, float]] = {
@@ -80,11 +80,7 @@ TARGETS: dict[str, tuple[str, float]] = {
     "decode-16-hybrid-4bit": (BEST, 1.0),
     "prefill-512-hybrid-4bit": (BEST, 1.0),
     "embed-512-encoder-bf16": (BEST, 1.0),
-    **{
-        f"decode-{n}-{precision}": (BEST, 1.0)
-        for precision in ("8k", "8k-int8", "32k", "32k-int8")
-        for n in (1, LONG_STREAMS)
-    },
+    **{f"decode-{n}-{name}": (BEST, 1.0) for name in LONG for n in (1, LONG_STREAMS)},
     "prefill-8192-8k": (BEST, 1.0),
     "prefill-32000-32k": (BEST, 1.0),
     "shared-16-8k": ("llama.cpp", 3.0),
@@ -151,15 +147,21 @@ def rows() -> list[Row]:
     made.append(Row("embed", 512, "encoder-bf16", FILES["encoder-bf16"]))
     for precision, n_tokens in LONG.items():
         files = FILES[precision]
-        made += [] if precision.endswith("int8") else [Row("prefill", n_tokens, precision, files)]
+        one = Row("decode", 1, precision, files)
+        made += [one] if one.has_int8_cells else [Row("prefill", n_tokens, precision, files), one]
         # ik_llama.cpp's streams share one cache: it can only copy a prompt by sharing its cells.
         copies = {name: file for name, file in files.items() if name != "ik_llama.cpp"}
-        made += [Row("decode", 1, precision, files), Row("decode", LONG_STREAMS, precision, copies)]
+        made.append(Row("decode", LONG_STREAMS, precision, copies))
         made += [Row("shared", 16, precision, files)] if precision == "8k" else []
     for precision in ("bf16", "8bit", "smollm2"):
         files = {name: file for name, file in FILES[precision].items() if name in ("llaisys", "llama.cpp")}
         made += [Row("http", n, precision, files) for n in HTTP_STREAMS]
     return made
+
+
+def isa(machine: str) -> str:
+    """Return the best instruction set of a machine, which ends its name in the rounds."""
+    return machine.rsplit(" ", 1)[1]
 
 
 def is_ours(engine: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import peers_report
 from peers_engines import PeerError, batched_bench_rates, bench_rate
-from peers_limits import limit_share
+from peers_limits import Speed, limit_share
 from peers_rows import BEST, MIDDLE, TARGETS, rows
 from roofline import Product
 
@@ -148,5 +148,5 @@ def check_roofline() -> None:
     """Check that 1 ms is half as fast as 1 MB at 10 GB/s (100 us) and 10^8 operations at 200 GFLOP/s (500
     us)."""
     product = Product("linear-bf16-o", 16, 1e-3, n_bytes=1e6, n_operations=1e8)
-    assert abs(product.share(gb_s=10.0, gflops=100.0) - 0.5) < 1e-9
-    assert abs(product.share(gb_s=1.0, gflops=100.0) - 1.0) < 1e-9
+    assert abs(product.share(Speed.of(10.0, 100.0, "avx512_bf16")) - 0.5) < 1e-9
+    assert abs(product.share(Speed.of(1.0, 100.0, "avx512_bf16")) - 1.0) < 1e-9

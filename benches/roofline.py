@@ -4,8 +4,8 @@ usage: roofline.py [--criterion target/criterion] [--speed FILE]
 
 A product of n rows cannot be faster than reading its weights, nor than its operations at the peak rate. The
 larger of these times divided by the measured time is the fraction of the roofline. `machine_speed` measures
-the read bandwidth and the f32 rate at that moment. Dot instructions of bf16 count as twice, those of 8-bit
-integers as four times the f32 rate (as on Zen 4 and 5; elsewhere the fraction may be too low).
+the read bandwidth and the f32 rate at that moment. Products of bf16 and of integers count as a multiple of
+the f32 rate that depends on the instruction set (peers_limits.py).
 Bytes of weights are the benchmark's own. A fraction above 1 means that the weights were cached, or that the
 machine was busy during one of the measurements.
 """
@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from peers_limits import Speed
+
 ROOT = Path(__file__).parents[1]
-# Operations of one instruction, relative to f32's, by the format of the weights; all others are integers.
-RATE = {"f32": 1, "f16": 1, "bf16": 2}
-INTEGERS = 4
 TIMED_BY_BYTES = 16  # rows below which the benchmark's throughput is bytes, and from which on operations
 
 
@@ -37,10 +36,10 @@ class Product:
     n_bytes: float
     n_operations: float
 
-    def share(self, gb_s: float, gflops: float) -> float:
+    def share(self, speed: Speed) -> float:
         """Return the fraction of the roofline; 1 is the machine's limit."""
-        rate = RATE.get(self.group.split("-")[1], INTEGERS)
-        least_s = max(self.n_bytes / gb_s, self.n_operations / (gflops * rate)) / 1e9
+        rate = speed.gflops * speed.times_f32(self.group.split("-")[1])
+        least_s = max(self.n_bytes / speed.gb_s, self.n_operations / rate) / 1e9
         return least_s / self.seconds
 
 
@@ -60,14 +59,16 @@ def products(criterion: Path) -> Iterator[Product]:
             yield Product(group.name, n, seconds, n_bytes, n * operations)
 
 
-def machine_speed(tool: Path) -> tuple[float, float]:
-    """Return 10^9 bytes and 10^9 f32 operations per second, of all usable CPUs."""
+def machine_speed(tool: Path) -> Speed:
+    """Return the speed of all usable CPUs."""
+    from llaisys import _core
+
     n_threads = re.findall(r"^processor", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
     asked = subprocess.run(
         [str(tool), str(len(n_threads))], input="read\nflops\n", capture_output=True, text=True, check=True
     )
     gb_s, gflops = map(float, asked.stdout.split())
-    return gb_s, gflops
+    return Speed.of(gb_s, gflops, _core.available_isas()[0])
 
 
 def main() -> None:
@@ -78,12 +79,12 @@ def main() -> None:
     parser.add_argument("--criterion", type=Path, default=ROOT / "target" / "criterion")
     parser.add_argument("--speed", type=Path, default=ROOT / "target" / "machine_speed")
     args = parser.parse_args()
-    gb_s, gflops = machine_speed(args.speed)
-    print(f"read {gb_s:.1f} GB/s, f32 {gflops:.0f} GFLOP/s\n")
+    speed = machine_speed(args.speed)
+    print(f"read {speed.gb_s:.1f} GB/s, f32 {speed.gflops:.0f} GFLOP/s\n")
     print(f"{'product':22} {'rows':>5} {'us':>10} {'GB/s':>7} {'GOP/s':>7} {'of the roofline':>16}")
     for each in products(args.criterion):
         bandwidth, rate = each.n_bytes / each.seconds / 1e9, each.n_operations / each.seconds / 1e9
-        share = each.share(gb_s, gflops)
+        share = each.share(speed)
         figures = f"{1e6 * each.seconds:10.1f} {bandwidth:7.1f} {rate:7.0f} {share:15.0%}"
         print(f"{each.group:22} {each.rows:5} {figures}")
 

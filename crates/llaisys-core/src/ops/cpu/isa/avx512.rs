@@ -108,7 +108,6 @@ impl<S: Bf16Pairs> Lanes for S {
     const N: usize = N;
     const TILE_ROWS: usize = 6;
     const TALL_ROWS: usize = 8;
-    const MANY_ROWS: usize = Self::TILE_ROWS;
 
     lanewise! {
         add(a, b) = _mm512_add_ps;
@@ -239,7 +238,10 @@ impl<S: Bf16Pairs> Lanes for S {
                 ),
             );
             let upper = _mm512_add_epi16(places, _mm512_set1_epi16(16));
-            [places, upper].map(|places| _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, places, high)))
+            [
+                _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, places, high)),
+                _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, upper, high)),
+            ]
         }
     }
 

@@ -24,7 +24,7 @@ pub(crate) trait Lanes: Copy {
     /// Rows of a tile with 2 vectors per row whose sums fit in registers; at most 8.
     const TALL_ROWS: usize;
     /// Rows of the tiles of more than `TALL_ROWS` rows: `TILE_ROWS` or `TALL_ROWS`.
-    const MANY_ROWS: usize;
+    const MANY_ROWS: usize = Self::TILE_ROWS;
 
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::F;

@@ -25,7 +25,6 @@ impl Lanes for Scalar {
     const N: usize = N;
     const TILE_ROWS: usize = 1;
     const TALL_ROWS: usize = 1;
-    const MANY_ROWS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "prefetch instructions")]
 
+use crate::ops::cpu::isa::{IsaName, detect};
 use crate::ops::packed::{PANEL, PackedFormat};
 use std::ops::Range;
 use std::sync::LazyLock;
@@ -87,29 +88,24 @@ impl Prefetch {
 /// from memory every 14. Zen 3, without AVX-512, takes four to seven cycles for a line of any format.) Others always
 /// prefetch: Intel's own prefetcher does not cross pages of 4 KiB.
 fn min_rows(format: PackedFormat) -> usize {
-    match *VENDOR {
-        Vendor::Amd { has_avx512: true } if format.is_grouped() => format.bits().div_ceil(2).max(3),
-        Vendor::Amd { has_avx512: true } => 9,
-        Vendor::Amd { has_avx512: false } => 2,
-        Vendor::Other => 1,
+    match (*IS_AMD, *HAS_AVX512) {
+        (false, _) => 1,
+        (true, false) => 2,
+        (true, true) if format.is_grouped() => format.bits().div_ceil(2).max(3),
+        (true, true) => 9,
     }
 }
 
-/// Who made the CPU.
-enum Vendor {
-    Amd { has_avx512: bool },
-    Other,
-}
-
-/// The vendor, by its name in leaf 0 of `cpuid`.
-static VENDOR: LazyLock<Vendor> = LazyLock::new(|| {
+/// Whether AMD made the CPU, by the vendor's name in leaf 0 of `cpuid`.
+static IS_AMD: LazyLock<bool> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth" {
-        // "AuthenticAMD"
-        return Vendor::Amd { has_avx512: std::is_x86_feature_detected!("avx512f") };
-    }
-    Vendor::Other
+    return std::arch::x86_64::__cpuid(0).ebx.to_le_bytes() == *b"Auth"; // of "AuthenticAMD"
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
 });
+
+/// Whether the CPU has the instructions of the AVX-512 kernels.
+static HAS_AVX512: LazyLock<bool> = LazyLock::new(|| detect(IsaName::Avx512).is_some());
 
 /// Prefetches the line at `at` to the first-level cache; any address is allowed.
 #[inline(always)]
