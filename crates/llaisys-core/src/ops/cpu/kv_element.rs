@@ -6,15 +6,81 @@ use super::isa::lanes::Lanes;
 use crate::tensor::Plain;
 use half::f16;
 
+/// The 32 bits that products work on: one f32, or two bf16 (`u16`).
+pub(super) trait KvWord {
+    /// Numbers in a word.
+    const PER_WORD: usize;
+
+    /// Rounds the first `n` of `words`, which are f32, to the words' type in place. They then fill the first
+    /// `n / PER_WORD` words (n even).
+    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize);
+    /// `acc + a * b` for each number of the words.
+    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F;
+    /// Number `j` of rounded `words`.
+    fn number(words: &[f32], j: usize) -> f32;
+    /// Number `which` of each word, as f32.
+    fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F;
+}
+
+impl KvWord for f32 {
+    const PER_WORD: usize = 1;
+
+    #[inline(always)]
+    fn round<L: Lanes>(_lanes: L, _words: &mut [f32], _n: usize) {}
+
+    #[inline(always)]
+    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
+        lanes.mul_add(a, b, acc)
+    }
+
+    #[inline(always)]
+    fn number(words: &[f32], j: usize) -> f32 {
+        words[j]
+    }
+
+    #[inline(always)]
+    fn pick<L: Lanes>(_lanes: L, words: L::F, _which: usize) -> L::F {
+        words
+    }
+}
+
+impl KvWord for u16 {
+    const PER_WORD: usize = 2;
+
+    #[inline(always)]
+    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize) {
+        for at in (0..n).step_by(L::N) {
+            // A number is 2 bytes after it is rounded and 4 bytes before, so no write passes the reads.
+            let numbers = lanes.load_first(&words[at..n]);
+            lanes.store_bf16_first(numbers, &mut halves(words)[at..n]);
+        }
+    }
+
+    #[inline(always)]
+    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
+        lanes.dot_pairs(a, b, acc)
+    }
+
+    #[inline(always)]
+    fn number(words: &[f32], j: usize) -> f32 {
+        let bits = words[j / 2].to_bits();
+        f32::from_bits(if j.is_multiple_of(2) { bits << 16 } else { bits & 0xffff_0000 })
+    }
+
+    #[inline(always)]
+    fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F {
+        let (even, odd) = lanes.split_pairs(words);
+        if which == 0 { even } else { odd }
+    }
+}
+
 /// f32, f16, the bits of bf16, or i8. Conversion to f32 is exact. The value of an i8 is the number times its head's
 /// scale.
-///
-/// Products work on words of 32 bits: one f32 (f32, f16), or two bf16 (bf16, and i8, which bf16 represents exactly).
 pub(super) trait KvElement: Plain + Send + Sync {
+    /// What the elements are multiplied as. A word has as many elements as numbers; bf16 represents each i8 exactly.
+    type Word: KvWord;
     /// Elements of a head besides its numbers: an f32 scale after them, or 0 for types without one.
     const SCALE: usize = 0;
-    /// Elements in a word.
-    const PER_WORD: usize;
 
     /// Loads the first `min(N, len)` elements, then zeros.
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
@@ -24,19 +90,10 @@ pub(super) trait KvElement: Plain + Send + Sync {
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// Loads the first `min(N, len / PER_WORD)` words, then zeros.
     fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// Rounds the first `n` of `words`, which are numbers, to the words' type in place. They then fill the first
-    /// `n / PER_WORD` words (n even).
-    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize);
-    /// `acc + a * b` for each element of the words.
-    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F;
-    /// Number `j` of rounded `words`.
-    fn number(words: &[f32], j: usize) -> f32;
-    /// The words whose elements are the first `min(N, len)` of each of `PER_WORD` rows.
+    /// The words whose elements are the first `min(N, len)` of each of a word's rows.
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F;
     /// The first `2 N` elements of each row as two vectors of [`KvElement::zip_first`].
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2];
-    /// Element `which` of each word, as a number.
-    fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F;
 
     /// The factor of the elements of a head; `head` includes its scale.
     #[inline(always)]
@@ -68,7 +125,7 @@ pub(super) trait KvElement: Plain + Send + Sync {
 }
 
 impl KvElement for f32 {
-    const PER_WORD: usize = 1;
+    type Word = f32;
 
     #[inline(always)]
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
@@ -91,19 +148,6 @@ impl KvElement for f32 {
     }
 
     #[inline(always)]
-    fn round<L: Lanes>(_lanes: L, _words: &mut [f32], _n: usize) {}
-
-    #[inline(always)]
-    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
-        lanes.mul_add(a, b, acc)
-    }
-
-    #[inline(always)]
-    fn number(words: &[f32], j: usize) -> f32 {
-        words[j]
-    }
-
-    #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
         lanes.load_first(rows[0])
     }
@@ -112,15 +156,10 @@ impl KvElement for f32 {
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
         [lanes.load(rows[0]), lanes.load(&rows[0][L::N..])]
     }
-
-    #[inline(always)]
-    fn pick<L: Lanes>(_lanes: L, words: L::F, _which: usize) -> L::F {
-        words
-    }
 }
 
 impl KvElement for f16 {
-    const PER_WORD: usize = 1;
+    type Word = f32;
 
     #[inline(always)]
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
@@ -143,19 +182,6 @@ impl KvElement for f16 {
     }
 
     #[inline(always)]
-    fn round<L: Lanes>(_lanes: L, _words: &mut [f32], _n: usize) {}
-
-    #[inline(always)]
-    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
-        f32::dot(lanes, a, b, acc)
-    }
-
-    #[inline(always)]
-    fn number(words: &[f32], j: usize) -> f32 {
-        f32::number(words, j)
-    }
-
-    #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
         lanes.load_f16_first(rows[0])
     }
@@ -164,15 +190,10 @@ impl KvElement for f16 {
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
         [lanes.load_f16_first(&rows[0][..L::N]), lanes.load_f16_first(&rows[0][L::N..2 * L::N])]
     }
-
-    #[inline(always)]
-    fn pick<L: Lanes>(_lanes: L, words: L::F, _which: usize) -> L::F {
-        words
-    }
 }
 
 impl KvElement for u16 {
-    const PER_WORD: usize = 2;
+    type Word = u16;
 
     #[inline(always)]
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
@@ -195,26 +216,6 @@ impl KvElement for u16 {
     }
 
     #[inline(always)]
-    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize) {
-        for at in (0..n).step_by(L::N) {
-            // A number is 2 bytes after it is rounded and 4 bytes before, so no write passes the reads.
-            let numbers = lanes.load_first(&words[at..n]);
-            lanes.store_bf16_first(numbers, &mut halves(words)[at..n]);
-        }
-    }
-
-    #[inline(always)]
-    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
-        lanes.dot_pairs(a, b, acc)
-    }
-
-    #[inline(always)]
-    fn number(words: &[f32], j: usize) -> f32 {
-        let bits = words[j / 2].to_bits();
-        f32::from_bits(if j.is_multiple_of(2) { bits << 16 } else { bits & 0xffff_0000 })
-    }
-
-    #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
         lanes.zip_pairs_first(rows[0], rows[1])
     }
@@ -223,17 +224,11 @@ impl KvElement for u16 {
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
         lanes.zip_pairs(rows[0], rows[1])
     }
-
-    #[inline(always)]
-    fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F {
-        let (even, odd) = lanes.split_pairs(words);
-        if which == 0 { even } else { odd }
-    }
 }
 
 impl KvElement for i8 {
+    type Word = u16;
     const SCALE: usize = size_of::<f32>();
-    const PER_WORD: usize = 2;
 
     #[inline(always)]
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
@@ -256,21 +251,6 @@ impl KvElement for i8 {
     }
 
     #[inline(always)]
-    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize) {
-        u16::round(lanes, words, n);
-    }
-
-    #[inline(always)]
-    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
-        u16::dot(lanes, a, b, acc)
-    }
-
-    #[inline(always)]
-    fn number(words: &[f32], j: usize) -> f32 {
-        u16::number(words, j)
-    }
-
-    #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
         let (low, high) = (lanes.load_i8_first(rows[0]), lanes.load_i8_first(rows[1]));
         lanes.pair(low, high)
@@ -283,11 +263,6 @@ impl KvElement for i8 {
             Self::zip_first(lanes, [&first[..L::N], &second[..L::N]]),
             Self::zip_first(lanes, [&first[L::N..2 * L::N], &second[L::N..2 * L::N]]),
         ]
-    }
-
-    #[inline(always)]
-    fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F {
-        u16::pick(lanes, words, which)
     }
 
     #[inline(always)]

@@ -6,7 +6,7 @@ use super::softmax::{STATE, Softmax, SoftmaxMut, finish, largest, merge, weights
 use super::tile::{self, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
-use crate::ops::cpu::kv_element::KvElement;
+use crate::ops::cpu::kv_element::{KvElement, KvWord};
 use crate::ops::cpu::soft_cap::Cap;
 use crate::threads::DisjointWriter;
 use std::marker::PhantomData;
@@ -228,7 +228,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             for (q, out) in head.chunks(L::N).zip(out.chunks_mut(L::N)) {
                 self.lanes.store_first(self.lanes.mul(self.lanes.load_first(q), scale), out);
             }
-            T::round(self.lanes, out, d);
+            T::Word::round(self.lanes, out, d);
         }
     }
 
@@ -293,8 +293,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 let (padded, d) = (self.padded(), self.job.heads.d_head);
                 let packed = std::mem::take(&mut self.area.values);
                 tile::pack_values(lanes, values, n, packed);
-                let element = PhantomData::<T>;
-                self.add_values(start, &Packed { values: packed, padded, d, element }, rows);
+                let word = PhantomData::<T::Word>;
+                self.add_values(start, &Packed { values: packed, padded, d, word }, rows);
                 self.area.values = packed;
             }
         }
@@ -312,8 +312,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let n_cells = rows.map(|i| item.seen(i, start).end).max().unwrap_or(0).saturating_sub(offset);
             let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
             let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
-            let element = PhantomData::<T>;
-            tile::run::<L, _>(out.len(), Scores { lanes, element, queries, keys, n_vectors, out, offset });
+            let word = PhantomData::<T::Word>;
+            tile::run(lanes, out.len(), Scores { word, queries, keys, n_vectors, out, offset });
         }
     }
 
@@ -343,7 +343,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     fn round_weights(&mut self, start: usize, rows: Range<usize>) {
         for i in rows {
             let n = self.item.seen(i, start).end.next_multiple_of(L::N);
-            T::round(self.lanes, &mut self.area.scores[i], n);
+            T::Word::round(self.lanes, &mut self.area.scores[i], n);
         }
     }
 
@@ -373,7 +373,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
 
     /// Adds the weighted values of a block to `rows`, in tiles of rows that see the same cells of it.
     #[inline(always)]
-    fn add_values<V: Values<L, Element = T>>(&mut self, start: usize, values: &V, rows: Range<usize>) {
+    fn add_values<V: Values>(&mut self, start: usize, values: &V, rows: Range<usize>) {
         let (lanes, item) = (self.lanes, self.item);
         let padded = self.padded();
         let height = tile::height::<L>(rows.len());
@@ -387,7 +387,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 let weights = &self.area.scores[first..end];
                 let rescale = &self.area.rescale[first..end];
                 let out = &mut self.area.total.v[first * padded..end * padded];
-                tile::run::<L, _>(end - first, Weighted { lanes, values, weights, seen, rescale, out });
+                tile::run(lanes, end - first, Weighted { values, weights, seen, rescale, out });
             }
             first = end;
         }

@@ -5,15 +5,25 @@
 use super::BLOCK;
 use super::block::HeadRows;
 use super::scratch::TILE_VECTORS;
-use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES};
-use crate::ops::cpu::kv_element::KvElement;
+use crate::ops::cpu::isa::lanes::{Kernel, Lanes, MAX_LANES};
+use crate::ops::cpu::kv_element::{KvElement, KvWord};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A tile whose code depends on its number of rows.
+/// A tile whose code depends on its number of rows. `run` and what it calls must be `#[inline(always)]`.
 pub(super) trait Tile {
     /// Computes the tile.
-    fn run<const R: usize>(self);
+    fn run<L: Lanes, const R: usize>(self, lanes: L);
+}
+
+/// A tile of `R` rows.
+struct OfRows<const R: usize, T>(T);
+
+impl<const R: usize, T: Tile> Kernel for OfRows<R, T> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        self.0.run::<L, R>(lanes);
+    }
 }
 
 /// Height of the tiles into which `n_rows` rows are cut. If they fit in one tall tile, what they read is read once.
@@ -22,27 +32,26 @@ pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
     if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::MANY_ROWS }
 }
 
-/// Computes a tile of `n_rows <= L::TALL_ROWS` rows. The guards are constants, so that no code is compiled for tiles
-/// that do not occur.
+/// Computes a tile of `n_rows <= L::TALL_ROWS` rows, in a function of its own. The guards are constants, so that no code
+/// is compiled for tiles that do not occur.
 #[inline(always)]
-pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
+pub(super) fn run<L: Lanes, T: Tile>(lanes: L, n_rows: usize, tile: T) {
     match n_rows {
-        1 => tile.run::<1>(),
-        2 if L::TALL_ROWS >= 2 => tile.run::<2>(),
-        3 if L::TALL_ROWS >= 3 => tile.run::<3>(),
-        4 if L::TALL_ROWS >= 4 => tile.run::<4>(),
-        5 if L::TALL_ROWS >= 5 => tile.run::<5>(),
-        6 if L::TALL_ROWS >= 6 => tile.run::<6>(),
-        7 if L::TALL_ROWS >= 7 => tile.run::<7>(),
-        8 if L::TALL_ROWS >= 8 => tile.run::<8>(),
+        1 => lanes.enter(OfRows::<1, T>(tile)),
+        2 if const { L::TALL_ROWS >= 2 } => lanes.enter(OfRows::<2, T>(tile)),
+        3 if const { L::TALL_ROWS >= 3 } => lanes.enter(OfRows::<3, T>(tile)),
+        4 if const { L::TALL_ROWS >= 4 } => lanes.enter(OfRows::<4, T>(tile)),
+        5 if const { L::TALL_ROWS >= 5 } => lanes.enter(OfRows::<5, T>(tile)),
+        6 if const { L::TALL_ROWS >= 6 } => lanes.enter(OfRows::<6, T>(tile)),
+        7 if const { L::TALL_ROWS >= 7 } => lanes.enter(OfRows::<7, T>(tile)),
+        8 if const { L::TALL_ROWS >= 8 } => lanes.enter(OfRows::<8, T>(tile)),
         _ => unreachable!("tiles have up to {} rows", L::TALL_ROWS),
     }
 }
 
-/// Scores of some rows for up to `4 N` keys. A word is one f32 element or two bf16 elements.
-pub(super) struct Scores<'a, L, T> {
-    pub(super) lanes: L,
-    pub(super) element: PhantomData<T>,
+/// Scores of some rows for up to `4 N` keys. A word (`W`) has one number or two.
+pub(super) struct Scores<'a, W> {
+    pub(super) word: PhantomData<W>,
     /// `[R][d]`; the words of a row come first.
     pub(super) queries: &'a [f32],
     /// `[word of d][4 N]`
@@ -55,28 +64,27 @@ pub(super) struct Scores<'a, L, T> {
     pub(super) offset: usize,
 }
 
-impl<L: Lanes, T: KvElement> Tile for Scores<'_, L, T> {
+impl<W: KvWord> Tile for Scores<'_, W> {
     #[inline(always)]
-    fn run<const R: usize>(mut self) {
+    fn run<L: Lanes, const R: usize>(mut self, lanes: L) {
         let mut first = 0;
-        if R > L::TILE_ROWS {
+        if const { R > L::TILE_ROWS } {
             while first + 2 <= self.n_vectors {
-                self.vectors::<R, 2>(first);
+                self.vectors::<L, R, 2>(lanes, first);
                 first += 2;
             }
         } else if self.n_vectors == TILE_VECTORS {
-            return self.vectors::<R, TILE_VECTORS>(0);
+            return self.vectors::<L, R, TILE_VECTORS>(lanes, 0);
         }
         for first in first..self.n_vectors {
-            self.vectors::<R, 1>(first);
+            self.vectors::<L, R, 1>(lanes, first);
         }
     }
 }
 
-impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
+impl<W: KvWord> Scores<'_, W> {
     #[inline(always)]
-    fn vectors<const R: usize, const C: usize>(&mut self, first: usize) {
-        let lanes = self.lanes;
+    fn vectors<L: Lanes, const R: usize, const C: usize>(&mut self, lanes: L, first: usize) {
         let mut sums = [[lanes.splat(0.0); C]; R];
         let d = self.queries.len() / R;
         let mut queries = [self.queries; R];
@@ -84,7 +92,7 @@ impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
             queries[r] = &self.queries[r * d..][..d];
         }
         let keys = self.keys.chunks_exact(TILE_VECTORS * L::N);
-        for (i, line) in (0..d / T::PER_WORD).zip(keys) {
+        for (i, line) in (0..d / W::PER_WORD).zip(keys) {
             let line = &line[first * L::N..];
             let mut keys = [lanes.splat(0.0); C];
             for c in 0..C {
@@ -93,7 +101,7 @@ impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
             for r in 0..R {
                 let q = lanes.splat(queries[r][i]);
                 for c in 0..C {
-                    sums[r][c] = T::dot(lanes, q, keys[c], sums[r][c]);
+                    sums[r][c] = W::dot(lanes, q, keys[c], sums[r][c]);
                 }
             }
         }
@@ -107,29 +115,29 @@ impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
 }
 
 /// Source of the values of a block: words of one cell (f32) or of two neighbors (bf16), by dimension.
-pub(super) trait Values<L: Lanes> {
-    /// Element type of the cells.
-    type Element: KvElement;
+pub(super) trait Values {
+    /// What the values are multiplied as.
+    type Word: KvWord;
     /// Elements of a value.
     fn d(&self) -> usize;
     /// Words of the cells from `PER_WORD * step` on: the first `N` from dimension `at` on, or as many as there are.
-    fn words(&self, lanes: L, step: usize, at: usize) -> L::F;
+    fn words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> L::F;
     /// The first `2 N` words, as [`Values::words`].
-    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
+    fn two_words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
     /// Cell `j` as numbers, from dimension `at` on.
-    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
+    fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F;
 }
 
 /// Values that were packed into words: `[step][d padded]`.
-pub(super) struct Packed<'a, T> {
+pub(super) struct Packed<'a, W> {
     pub(super) values: &'a [f32],
     pub(super) padded: usize,
     pub(super) d: usize,
-    pub(super) element: PhantomData<T>,
+    pub(super) word: PhantomData<W>,
 }
 
-impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
-    type Element = T;
+impl<W: KvWord> Values for Packed<'_, W> {
+    type Word = W;
 
     #[inline(always)]
     fn d(&self) -> usize {
@@ -137,20 +145,20 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
     }
 
     #[inline(always)]
-    fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
+    fn words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> L::F {
         lanes.load(&self.values[step * self.padded + at..])
     }
 
     #[inline(always)]
-    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
+    fn two_words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
         let words = &self.values[step * self.padded + at..][..2 * L::N];
         [lanes.load(words), lanes.load(&words[L::N..])]
     }
 
     #[inline(always)]
-    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
-        let words = self.words(lanes, j / T::PER_WORD, at);
-        T::pick(lanes, words, j % T::PER_WORD)
+    fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F {
+        let words = self.words(lanes, j / W::PER_WORD, at);
+        W::pick(lanes, words, j % W::PER_WORD)
     }
 }
 
@@ -161,7 +169,7 @@ impl<'b, T: KvElement> Stored<'b, T> {
     /// Elements `at..at + n` of the first and the last cell of a word.
     #[inline(always)]
     fn rows<L: Lanes>(&self, lanes: L, step: usize, at: usize, n: usize) -> [&'b [T]; 2] {
-        let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
+        let (first, last) = (step * T::Word::PER_WORD, (step + 1) * T::Word::PER_WORD - 1);
         for i in first..=last {
             self.0.fetch(lanes, i, at, n);
         }
@@ -169,8 +177,8 @@ impl<'b, T: KvElement> Stored<'b, T> {
     }
 }
 
-impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
-    type Element = T;
+impl<T: KvElement> Values for Stored<'_, T> {
+    type Word = T::Word;
 
     #[inline(always)]
     fn d(&self) -> usize {
@@ -178,24 +186,23 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     }
 
     #[inline(always)]
-    fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
+    fn words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> L::F {
         T::zip_first(lanes, self.rows(lanes, step, at, L::N.min(self.0.d() - at)))
     }
 
     #[inline(always)]
-    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
+    fn two_words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
         T::zip_two(lanes, self.rows(lanes, step, at, 2 * L::N))
     }
 
     #[inline(always)]
-    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
+    fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F {
         T::load_first(lanes, &self.0.row(j)[at..])
     }
 }
 
 /// Adds the weighted values of a block to some rows that see the same cells of it.
-pub(super) struct Weighted<'a, L, V> {
-    pub(super) lanes: L,
+pub(super) struct Weighted<'a, V> {
     pub(super) values: &'a V,
     /// R rows.
     pub(super) weights: &'a [[f32; BLOCK]],
@@ -207,40 +214,40 @@ pub(super) struct Weighted<'a, L, V> {
     pub(super) out: &'a mut [f32],
 }
 
-impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
+impl<V: Values> Tile for Weighted<'_, V> {
     #[inline(always)]
-    fn run<const R: usize>(mut self) {
+    fn run<L: Lanes, const R: usize>(mut self, lanes: L) {
         let (d, mut at) = (self.values.d(), 0);
-        if R > L::TILE_ROWS {
+        if const { R > L::TILE_ROWS } {
             while at + 2 * L::N <= d {
-                self.vectors::<R, 2>(at);
+                self.vectors::<L, R, 2>(lanes, at);
                 at += 2 * L::N;
             }
         } else {
             while at + TILE_VECTORS * L::N <= d {
-                self.vectors::<R, TILE_VECTORS>(at);
+                self.vectors::<L, R, TILE_VECTORS>(lanes, at);
                 at += TILE_VECTORS * L::N;
             }
         }
         while at < d {
-            self.vectors::<R, 1>(at);
+            self.vectors::<L, R, 1>(lanes, at);
             at += L::N;
         }
     }
 }
 
-impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
+impl<V: Values> Weighted<'_, V> {
     /// Adds cells in ascending order: whole words, and single cells where the rows see only one cell of a word.
     #[inline(always)]
-    fn vectors<const R: usize, const C: usize>(&mut self, at: usize) {
-        let (lanes, per_word) = (self.lanes, V::Element::PER_WORD);
+    fn vectors<L: Lanes, const R: usize, const C: usize>(&mut self, lanes: L, at: usize) {
+        let per_word = V::Word::PER_WORD;
         let weights: &[[f32; BLOCK]; R] = self.weights.as_chunks().0.first().expect("R rows of weights");
         let mut sums = [[lanes.splat(0.0); C]; R];
         let seen = self.seen.start..self.seen.end.min(BLOCK);
         let first = seen.start.div_ceil(per_word);
         let steps = first..first.max(seen.end / per_word);
         for j in seen.start..seen.end.min(steps.start * per_word) {
-            self.one_cell(weights, j, at, &mut sums);
+            self.one_cell(lanes, weights, (j, at), &mut sums);
         }
         for step in steps.clone() {
             let mut values = [lanes.splat(0.0); C];
@@ -254,32 +261,32 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
             for r in 0..R {
                 let weight = lanes.splat(weights[r][step]);
                 for c in 0..C {
-                    sums[r][c] = V::Element::dot(lanes, weight, values[c], sums[r][c]);
+                    sums[r][c] = V::Word::dot(lanes, weight, values[c], sums[r][c]);
                 }
             }
         }
         for j in steps.end * per_word..seen.end {
-            self.one_cell(weights, j, at, &mut sums);
+            self.one_cell(lanes, weights, (j, at), &mut sums);
         }
-        self.add(at, &sums);
+        self.add(lanes, at, &sums);
     }
 
-    /// Adds the weighted value of cell `j`.
+    /// Adds the weighted value of cell `j`, from dimension `at` on.
     #[inline(always)]
-    fn one_cell<const R: usize, const C: usize>(
+    fn one_cell<L: Lanes, const R: usize, const C: usize>(
         &self,
+        lanes: L,
         weights: &[[f32; BLOCK]; R],
-        j: usize,
-        at: usize,
+        place: (usize, usize),
         sums: &mut [[L::F; C]; R],
     ) {
-        let lanes = self.lanes;
+        let (j, at) = place;
         let mut values = [lanes.splat(0.0); C];
         for c in 0..C {
             values[c] = self.values.cell(lanes, j, at + c * L::N);
         }
         for r in 0..R {
-            let weight = lanes.splat(V::Element::number(&weights[r], j));
+            let weight = lanes.splat(V::Word::number(&weights[r], j));
             for c in 0..C {
                 sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
             }
@@ -288,8 +295,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
 
     /// Rescales the earlier sums and adds `sums`.
     #[inline(always)]
-    fn add<const R: usize, const C: usize>(&mut self, at: usize, sums: &[[L::F; C]; R]) {
-        let lanes = self.lanes;
+    fn add<L: Lanes, const R: usize, const C: usize>(&mut self, lanes: L, at: usize, sums: &[[L::F; C]; R]) {
         let row_len = self.out.len() / R;
         for ((out, sums), &rescale) in self.out.chunks_exact_mut(row_len).zip(sums).zip(self.rescale) {
             let out = &mut out[at..][..C * L::N];
@@ -311,7 +317,7 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     out: &mut [f32],
 ) {
     // Elements in N words, and the length of a line of the output.
-    let (step, line_len, d) = (L::N * T::PER_WORD, TILE_VECTORS * L::N, keys.d());
+    let (step, line_len, d) = (L::N * T::Word::PER_WORD, TILE_VECTORS * L::N, keys.d());
     for (c, first) in cells.step_by(L::N).enumerate() {
         let mut rows = [&[][..]; MAX_LANES];
         for i in 0..L::N {
@@ -326,7 +332,8 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 keys.fetch(lanes, first + i, at, step);
             }
             let tile = lanes.transpose(tile);
-            let lines = &mut out[at / T::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
+            let lines =
+                &mut out[at / T::Word::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
             for i in 0..L::N {
                 lanes.store(tile[i], &mut lines[i * line_len..]);
             }
@@ -339,8 +346,8 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 keys.fetch(lanes, first + i, at, d - at);
             }
             let tile = lanes.transpose(tile);
-            let lines = out[at / T::PER_WORD * line_len..].chunks_mut(line_len);
-            for (words, line) in tile.iter().zip(lines).take((d - at) / T::PER_WORD) {
+            let lines = out[at / T::Word::PER_WORD * line_len..].chunks_mut(line_len);
+            for (words, line) in tile.iter().zip(lines).take((d - at) / T::Word::PER_WORD) {
                 lanes.store(*words, &mut line[c * L::N..]);
             }
         }
@@ -357,9 +364,9 @@ pub(super) fn pack_values<L: Lanes, T: KvElement>(
     out: &mut [f32],
 ) {
     let padded = values.d().next_multiple_of(L::N);
-    for (first, out) in (0..n).step_by(T::PER_WORD).zip(out.chunks_exact_mut(padded)) {
-        let rows = [values.row(first), values.row((first + T::PER_WORD).min(n) - 1)];
-        for i in first..first + T::PER_WORD {
+    for (first, out) in (0..n).step_by(T::Word::PER_WORD).zip(out.chunks_exact_mut(padded)) {
+        let rows = [values.row(first), values.row((first + T::Word::PER_WORD).min(n) - 1)];
+        for i in first..first + T::Word::PER_WORD {
             values.fetch(lanes, i, 0, values.d());
         }
         for (i, out) in out.chunks_exact_mut(L::N).enumerate() {

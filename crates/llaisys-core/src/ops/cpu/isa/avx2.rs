@@ -1,4 +1,4 @@
-//! Lanes of 256 bits. The functions here are inlined into [`Avx2::enter`], which has the features enabled.
+//! Lanes of 256 bits. The functions here are inlined into [`entry`], which has the features enabled.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -12,16 +12,9 @@ const N: usize = 8;
 /// `N` words with all bits set, then `N` zeros: a mask of the first `n` lanes starts at `N - n`.
 static MASKS: [i32; 2 * N] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
-impl Avx2 {
-    /// Runs `kernel` compiled for this instruction set.
-    pub(super) fn enter<K: Kernel>(self, kernel: K) {
-        // SAFETY: `self` exists only if `Avx2::detect` found avx2, fma and f16c.
-        unsafe { entry(self, kernel) }
-    }
-}
-
 /// # Safety
 /// The CPU has the features named below.
+#[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn entry<K: Kernel>(lanes: Avx2, kernel: K) {
     kernel.run(lanes);
@@ -61,6 +54,12 @@ impl Lanes for Avx2 {
     const TILE_ROWS: usize = 2;
     const TALL_ROWS: usize = 4;
     const MANY_ROWS: usize = Self::TALL_ROWS;
+
+    #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) {
+        // SAFETY: `self` exists only if `Avx2::detect` found avx2, fma and f16c.
+        unsafe { entry(self, kernel) }
+    }
 
     lanewise! {
         add(a, b) = _mm256_add_ps;

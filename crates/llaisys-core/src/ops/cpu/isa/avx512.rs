@@ -1,5 +1,5 @@
 //! Lanes of 512 bits, without and with the instructions for bf16. The functions here are inlined into
-//! [`Avx512::enter`] and [`Avx512Bf16::enter`], which have the features enabled.
+//! [`entry`] and [`entry_bf16`], which have the features enabled.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -10,28 +10,21 @@ use std::arch::x86_64::*;
 
 const N: usize = 16;
 
-/// Defines the entry point that runs kernels compiled for the features of a set.
-macro_rules! entry {
-    ($token:ident, $entry:ident, $features:literal) => {
-        impl $token {
-            /// Runs `kernel` compiled for this instruction set.
-            pub(super) fn enter<K: Kernel>(self, kernel: K) {
-                // SAFETY: `self` exists only if its `detect` found every feature that `entry` is compiled for.
-                unsafe { $entry(self, kernel) }
-            }
-        }
-
-        /// # Safety
-        /// The CPU has the features named below.
-        #[target_feature(enable = $features)]
-        unsafe fn $entry<K: Kernel>(lanes: $token, kernel: K) {
-            kernel.run(lanes);
-        }
-    };
+/// # Safety
+/// The CPU has the features named below.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+unsafe fn entry<K: Kernel>(lanes: Avx512, kernel: K) {
+    kernel.run(lanes);
 }
 
-entry!(Avx512, entry, "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c");
-entry!(Avx512Bf16, entry_bf16, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c");
+/// # Safety
+/// The CPU has the features named below.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c")]
+unsafe fn entry_bf16<K: Kernel>(lanes: Avx512Bf16, kernel: K) {
+    kernel.run(lanes);
+}
 
 /// Lane-wise operations of one intrinsic each.
 macro_rules! lanewise {
@@ -52,6 +45,8 @@ fn mask(n: usize) -> __mmask16 {
 
 /// The operations that differ between the two sets.
 pub(crate) trait Bf16Pairs: Copy {
+    /// [`Lanes::enter`]
+    fn enter<K: Kernel>(self, kernel: K);
     /// [`Lanes::dot_pairs`]
     fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512;
     /// [`Lanes::load_i8_pairs`]
@@ -59,6 +54,12 @@ pub(crate) trait Bf16Pairs: Copy {
 }
 
 impl Bf16Pairs for Avx512 {
+    #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) {
+        // SAFETY: `self` exists only if `Avx512::detect` found every feature that `entry` is compiled for.
+        unsafe { entry(self, kernel) }
+    }
+
     #[inline(always)]
     fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
         split_dot_pairs(self, a, b, acc)
@@ -78,6 +79,12 @@ impl Bf16Pairs for Avx512 {
 }
 
 impl Bf16Pairs for Avx512Bf16 {
+    #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) {
+        // SAFETY: `self` exists only if `Avx512Bf16::detect` found every feature that `entry_bf16` is compiled for.
+        unsafe { entry_bf16(self, kernel) }
+    }
+
     #[inline(always)]
     fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
         // SAFETY: any bits are pairs of bf16, of the same size; `self` proves the features.
@@ -108,6 +115,11 @@ impl<S: Bf16Pairs> Lanes for S {
     const N: usize = N;
     const TILE_ROWS: usize = 6;
     const TALL_ROWS: usize = 8;
+
+    #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) {
+        Bf16Pairs::enter(self, kernel);
+    }
 
     lanewise! {
         add(a, b) = _mm512_add_ps;

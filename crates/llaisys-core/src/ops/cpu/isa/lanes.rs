@@ -2,8 +2,9 @@
 //!
 //! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`](super::Isa::run) compiles it once for
 //! each instruction set that has its own lanes (VNNI adds nothing to them), inside one function with the features
-//! enabled. Everything called from that function is `#[inline(always)]`, so that it becomes part of it. Closures are
-//! not: one given to `array::map` is compiled without the features, and each intrinsic in it is a call.
+//! enabled. Everything called from that function is `#[inline(always)]`, so that it becomes part of it, or is a kernel
+//! that [`Lanes::enter`] calls. Closures are not: one given to `array::map` is compiled without the features, and each
+//! intrinsic in it is a call.
 
 use half::f16;
 
@@ -25,6 +26,10 @@ pub(crate) trait Lanes: Copy {
     const TALL_ROWS: usize;
     /// Rows of the tiles of more than `TALL_ROWS` rows: `TILE_ROWS` or `TALL_ROWS`.
     const MANY_ROWS: usize = Self::TILE_ROWS;
+
+    /// Runs `kernel` as a function of its own, compiled for this instruction set. Large kernels call their parts this way:
+    /// the compiler's time grows faster than the size of a function.
+    fn enter<K: Kernel>(self, kernel: K);
 
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::F;

@@ -12,7 +12,7 @@ pub(crate) mod lanes;
 mod scalar;
 
 use crate::error::Unsupported;
-use lanes::Kernel;
+use lanes::{Kernel, Lanes};
 
 /// AVX2 with the features that every `avx2` function is compiled for: avx2, fma, f16c. `#[target_feature]` accepts
 /// only literals, so each function repeats the list that [`Avx2::detect`] checks.
@@ -173,7 +173,7 @@ impl Isa {
     /// Runs `kernel` compiled for this instruction set.
     pub(crate) fn run<K: Kernel>(self, kernel: K) {
         match self {
-            Isa::Scalar => kernel.run(scalar::Scalar),
+            Isa::Scalar => scalar::Scalar.enter(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(proof) => proof.enter(kernel),
             #[cfg(target_arch = "x86_64")]

@@ -1,6 +1,6 @@
 //! Lanes as plain arrays, for every machine.
 
-use super::lanes::{Lanes, MAX_LANES};
+use super::lanes::{Kernel, Lanes, MAX_LANES};
 use half::{bf16, f16};
 
 /// Plain loops over 8 numbers.
@@ -25,6 +25,11 @@ impl Lanes for Scalar {
     const N: usize = N;
     const TILE_ROWS: usize = 1;
     const TALL_ROWS: usize = 1;
+
+    #[inline(never)]
+    fn enter<K: Kernel>(self, kernel: K) {
+        kernel.run(self);
+    }
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
