@@ -77,7 +77,7 @@ impl KvWord for u16 {
 /// f32, f16, the bits of bf16, or i8. Conversion to f32 is exact. The value of an i8 is the number times its head's
 /// scale.
 pub(super) trait KvElement: Plain + Send + Sync {
-    /// What the elements are multiplied as. A word has as many elements as numbers; bf16 represents each i8 exactly.
+    /// What the elements are multiplied as, `PER_WORD` in a word. (bf16 represents each i8 exactly.)
     type Word: KvWord;
     /// Elements of a head besides its numbers: an f32 scale after them, or 0 for types without one.
     const SCALE: usize = 0;
@@ -90,7 +90,7 @@ pub(super) trait KvElement: Plain + Send + Sync {
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// Loads the first `min(N, len / PER_WORD)` words, then zeros.
     fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// The words whose elements are the first `min(N, len)` of each of a word's rows.
+    /// The words whose elements are the first `min(N, len)` of each of `PER_WORD` rows.
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F;
     /// The first `2 N` elements of each row as two vectors of [`KvElement::zip_first`].
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2];

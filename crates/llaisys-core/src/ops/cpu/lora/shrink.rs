@@ -50,8 +50,8 @@ impl<T: Number> Kernel for Shrink<'_, T> {
             let mut row = 0;
             while row < self.rows.len() {
                 row += match self.rows.len() - row {
-                    4.. if L::TILE_ROWS >= 4 => self.tile::<L, 4>(lanes, row, rank),
-                    2.. if L::TILE_ROWS >= 2 => self.tile::<L, 2>(lanes, row, rank),
+                    4.. if const { L::TILE_ROWS >= 4 } => self.tile::<L, 4>(lanes, row, rank),
+                    2.. if const { L::TILE_ROWS >= 2 } => self.tile::<L, 2>(lanes, row, rank),
                     _ => self.tile::<L, 1>(lanes, row, rank),
                 };
             }
