@@ -26,7 +26,8 @@ class Limits:
       If more run, the step serves the least recently served ones.
     - `long_prefill_token_threshold`: prompt tokens of one request in a step.
     - `max_client_tokens_per_step`: tokens of one client in a step. Its decodes count, and are never delayed.
-    - `max_step_time_s`: predicted seconds of a step up to which prompt tokens are added to it.
+    - `max_step_time_s`: predicted seconds of a step up to which prompt tokens are added to it; four times as
+      many if no request decodes.
     - `max_queue_wait_s`: seconds of waiting after which a request is scheduled before all others.
     - `max_model_len`: tokens of one request, prompt and output together. `max_input_tokens`,
       `max_output_tokens`: tokens of prompt and output alone.

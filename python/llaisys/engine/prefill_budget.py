@@ -9,6 +9,9 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.request import Request
 from llaisys.engine.step_speed import StepSpeed
 
+# How many times the limit a step may take in which no request decodes. Small chunks of a prompt read the weights
+# more often (those of experts hardly less than large ones), but the next request waits until the step ends.
+_STEP_TIMES_ALONE = 4
 
 class PrefillBudget:
     """The prompt tokens left in one step: in total, per request and per client."""
@@ -18,7 +21,8 @@ class PrefillBudget:
     ) -> None:
         """`n_clients`: clients with shares that have prompts to compute."""
         most = limits.max_num_batched_tokens - len(decoding)
-        self.left = speed.prefill_tokens(limits.max_step_time_s, most)
+        limit_s = limits.max_step_time_s * (1 if decoding else _STEP_TIMES_ALONE)
+        self.left = speed.prefill_tokens(limit_s, most)
         self.per_request = limits.long_prefill_token_threshold or self.left
         # While other prompts need tokens, none gets more than half.
         self.fair_share = min(self.per_request, -(-self.left // 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Weight of the newest observation in the exponential moving averages of `StepSpeed`.
 _NEWEST_WEIGHT = 0.2
@@ -22,22 +22,26 @@ class DecodeStep:
 class StepSpeed:
     """Measured seconds of a step without prompt tokens, and the additional seconds per prompt token.
 
-    None before the first observation. Moving averages, so that a single slow step does not stop prompts.
+    None before the first observation. Moving averages, so that a single slow step does not stop prompts. The
+    seconds per prompt token are weighted by tokens: a step that computes the last token of a cached prompt says
+    little about the time of a long one.
     """
 
     step_s: float | None = None
     prefill_token_s: float | None = None
+    # Moving average of the prompt tokens of steps that have some: the weight of `prefill_token_s`.
+    prefill_tokens_per_step: float = 1.0
 
     def observe(self, seconds: float, n_prefill: int) -> StepSpeed:
         """Return the speed after a step that took `seconds` and computed `n_prefill` prompt tokens."""
-
-        def mean(old: float | None, new: float) -> float:
-            return new if old is None else old + _NEWEST_WEIGHT * (new - old)
-
         if n_prefill == 0:
-            return StepSpeed(mean(self.step_s, seconds), self.prefill_token_s)
-        each = max(0.0, seconds - (self.step_s or 0.0)) / n_prefill
-        return StepSpeed(self.step_s, mean(self.prefill_token_s, each))
+            return replace(self, step_s=_mean(self.step_s, seconds))
+        added_s = max(0.0, seconds - (self.step_s or 0.0))
+        if self.prefill_token_s is None:
+            return replace(self, prefill_token_s=added_s / n_prefill, prefill_tokens_per_step=float(n_prefill))
+        tokens = _mean(self.prefill_tokens_per_step, n_prefill)
+        added_s = _mean(self.prefill_token_s * self.prefill_tokens_per_step, added_s)
+        return replace(self, prefill_token_s=added_s / tokens, prefill_tokens_per_step=tokens)
 
     def longest_s(self, n_prefill: int) -> float:
         """Return the predicted seconds of a step with `n_prefill` prompt tokens; 0 before an observation."""
@@ -50,3 +54,8 @@ class StepSpeed:
             return most  # also avoids a division by a tiny number
         n_tokens = int(left_s / self.prefill_token_s) if left_s > 0 else 0
         return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
+
+
+def _mean(old: float | None, new: float) -> float:
+    """Return the exponential moving average after the observation `new`."""
+    return new if old is None else old + _NEWEST_WEIGHT * (new - old)

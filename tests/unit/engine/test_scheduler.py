@@ -92,9 +92,17 @@ def test_a_client_at_its_quota_does_not_block_other_clients() -> None:
     ],
 )
 def test_prefill_tokens_are_bounded_by_the_step_time(speed: StepSpeed, n_tokens: int) -> None:
+    bounds = limits(max_num_batched_tokens=401, max_model_len=1000, n_cells=1000, max_step_time_s=0.25)
+    long = Request(ask("1", [1] * 900), ordinal=1, seed=0, token_limit=910)
+    made = schedule(view_of([long], [request(2, output=1)], bounds, speed=speed))
+    assert (sizes(made), made.decode) == ({1: n_tokens}, (2,))
+
+
+@pytest.mark.parametrize(("token_s", "n_tokens"), [(0.001, 400), (0.004, 250), (0.1, PREFILL_TOKENS_MIN)])
+def test_a_step_without_streams_may_take_four_times_as_long(token_s: float, n_tokens: int) -> None:
     bounds = limits(max_num_batched_tokens=400, max_model_len=1000, n_cells=1000, max_step_time_s=0.25)
     long = Request(ask("1", [1] * 900), ordinal=1, seed=0, token_limit=910)
-    assert sizes(schedule(view_of([long], [], bounds, speed=speed))) == {1: n_tokens}
+    assert sizes(schedule(view_of([long], [], bounds, speed=StepSpeed(None, token_s)))) == {1: n_tokens}
 
 
 # --- batch slots ---
