@@ -1,8 +1,8 @@
 //! Products with 256-bit vectors, for CPUs without AVX-512; grouped formats are in `groups.rs`.
 //!
 //! A panel is four vectors wide. The sums of a tile with all four do not fit in 16 registers, so a tile has `T` vectors
-//! of columns and the kernel passes over the panel `4 / T` times. Each tile is a function of its own, as in
-//! `avx512.rs`.
+//! of columns. A plain format's kernel passes over the panel `4 / T` times, a grouped one's `4 / T` times over each
+//! group. Each tile is a function of its own, as in `avx512.rs`.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -155,12 +155,8 @@ fn load_table(table: &[u8; 16]) -> __m256i {
 /// Multiplies each row's sums by the units of the columns.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn apply_units<const R: usize, const T: usize>(
-    sums: &mut [[__m256; T]; R],
-    units: &[u8; STEP],
-    first: usize,
-) {
-    let units = load::<T>(units, first).map(|units| _mm256_castsi256_ps(units));
+fn apply_units<const R: usize>(sums: &mut [[__m256; VECTORS]; R], units: &[u8; STEP]) {
+    let units = load::<VECTORS>(units, 0).map(|units| _mm256_castsi256_ps(units));
     for sums in sums {
         for (sum, unit) in sums.iter_mut().zip(units) {
             *sum = _mm256_mul_ps(*sum, unit);

@@ -82,17 +82,16 @@ impl Prefetch {
     }
 }
 
-/// Rows from which a single block prefetches. On an AMD CPU: where arithmetic takes at least half of the memory time.
-/// With fewer rows its hardware prefetcher is fast enough, and prefetch instructions cost up to a tenth. (Zen 4
-/// multiplies a line of 8-bit or BF16 weights with a row in one cycle, and a 4-bit line in two; two cores get a line
-/// from memory every 14. Zen 3, without AVX-512, takes four to seven cycles for a line of any format.) Others always
-/// prefetch: Intel's own prefetcher does not cross pages of 4 KiB.
+/// Rows from which a single block prefetches. On an AMD CPU with AVX-512: where arithmetic takes at least half of the
+/// memory time. With fewer rows its hardware prefetcher is fast enough, and prefetch instructions cost up to a tenth.
+/// (Zen 4 multiplies a line of 8-bit or BF16 weights with a row in one cycle, and a 4-bit line in two; two cores get a
+/// line from memory every 14.) Others always prefetch: Zen 3, without AVX-512, takes four to seven cycles for a line of
+/// any format, and Intel's own prefetcher does not cross pages of 4 KiB.
 fn min_rows(format: PackedFormat) -> usize {
-    match (*IS_AMD, *HAS_AVX512) {
-        (false, _) => 1,
-        (true, false) => 2,
-        (true, true) if format.is_grouped() => format.bits().div_ceil(2).max(3),
-        (true, true) => 9,
+    match *IS_AMD && *HAS_AVX512 {
+        true if format.is_grouped() => format.bits().div_ceil(2).max(3),
+        true => 9,
+        false => 1,
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{STEP, VECTORS, apply_units, load, load_line, load_table, store};
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
-use crate::ops::cpu::linear::{Panel, Prefetch, Tile};
+use crate::ops::cpu::linear::{Panel, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
 use std::hint::black_box;
@@ -21,7 +21,7 @@ macro_rules! kernels {
             for_group!(panel.format, group_rows(panel, n_rows, x, out))
         }
 
-        /// With fewer rows, more columns at a time: with one row the panel is read once.
+        /// With one row, all columns at a time: the loads of the inputs are then shared by most products.
         #[target_feature(enable = $features)]
         fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
             match n_rows {
@@ -31,7 +31,8 @@ macro_rules! kernels {
         }
 
         /// Each part of a group has an exact integer sum, which is scaled by the weights' and the inputs' scales and
-        /// added to the f32 sum.
+        /// added to the f32 sum. The f32 sums of all columns are in memory, so that the panel is read once, in order:
+        /// a panel that comes from memory is read at up to 1.3 times the rate of two passes over half of its columns.
         #[inline(never)]
         #[target_feature(enable = $features)]
         fn group_tile<const R: usize, const T: usize, G: Group>(
@@ -41,42 +42,43 @@ macro_rules! kernels {
         ) {
             let x = inputs.words.as_chunks::<QUADS>().0.as_chunks::<R>().0;
             let mut prefetch = panel.prefetch;
-            for first in (0..VECTORS).step_by(T) {
-                let mut sums = [[_mm256_setzero_ps(); T]; R];
-                for ((group, x), groups) in
-                    panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.groups.as_chunks::<R>().0)
-                {
-                    prefetch.next_step();
-                    let inputs = GroupOfRows { words: x, groups };
-                    let (header, weights) = group.split_at(G::HEADER);
-                    let weights = weights.as_chunks().0;
+            let mut sums = [[_mm256_setzero_ps(); VECTORS]; R];
+            for ((group, x), groups) in
+                panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.groups.as_chunks::<R>().0)
+            {
+                prefetch.next_step();
+                let inputs = GroupOfRows { words: x, groups };
+                let (header, weights) = group.split_at(G::HEADER);
+                let weights = weights.as_chunks().0;
+                for first in (0..VECTORS).step_by(T) {
                     for part in 0..G::PARTS {
                         let acc = $sums::<R, T, G>(weights, first, part, inputs);
                         let scale = load_line::<T, G>(header, part, first);
                         for r in 0..R {
-                            let unit = _mm256_set1_ps(inputs.groups[r].scale);
+                            let unit = _mm256_set1_ps(groups[r].scale);
                             for t in 0..T {
                                 let value = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][t]), unit);
-                                sums[r][t] = _mm256_fmadd_ps(value, scale[t], sums[r][t]);
+                                let sum = &mut sums[r][first + t];
+                                *sum = _mm256_fmadd_ps(value, scale[t], *sum);
                             }
                         }
                         if G::HAS_MIN {
                             let min = load_min::<T, G>(header, part, first, scale);
                             for r in 0..R {
-                                let input_sum = _mm256_set1_ps(inputs.groups[r].scaled_sums[G::sum(part)]);
+                                let input_sum = _mm256_set1_ps(groups[r].scaled_sums[G::sum(part)]);
                                 for t in 0..T {
-                                    sums[r][t] = _mm256_fmadd_ps(min[t], input_sum, sums[r][t]);
+                                    let sum = &mut sums[r][first + t];
+                                    *sum = _mm256_fmadd_ps(min[t], input_sum, *sum);
                                 }
                             }
                         }
                     }
                 }
-                if G::HAS_UNITS {
-                    apply_units(&mut sums, &panel.bytes[x.len() * G::BYTES..].as_chunks().0[0], first);
-                }
-                prefetch = Prefetch::NONE;
-                store(sums, first, out);
             }
+            if G::HAS_UNITS {
+                apply_units(&mut sums, &panel.bytes[x.len() * G::BYTES..].as_chunks().0[0]);
+            }
+            store(sums, 0, out);
         }
     };
 }
