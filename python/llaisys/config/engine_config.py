@@ -251,8 +251,8 @@ class EngineConfig(BaseModel):
     max_step_time_s: float = Field(
         0.25,
         gt=0,
-        description="expected duration of a step, in seconds, above which no more prompt tokens join it (four "
-        "times that without streams); lower it for smoother streams",
+        description="expected duration of a step, in seconds, above which no more prompt tokens join it "
+        "(four times that without streams); lower it for smoother streams",
     )
     long_prefill_token_threshold: int | None = Field(
         None,

@@ -9,9 +9,10 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.request import Request
 from llaisys.engine.step_speed import StepSpeed
 
-# How many times the limit a step may take in which no request decodes. Small chunks of a prompt read the weights
-# more often (those of experts hardly less than large ones), but the next request waits until the step ends.
+# How many times the limit a step may take in which no request decodes. Small chunks of a prompt read the
+# weights more often (each reads nearly all experts), but the next request waits until the step ends.
 _STEP_TIMES_ALONE = 4
+
 
 class PrefillBudget:
     """The prompt tokens left in one step: in total, per request and per client."""

@@ -23,8 +23,8 @@ class StepSpeed:
     """Measured seconds of a step without prompt tokens, and the additional seconds per prompt token.
 
     None before the first observation. Moving averages, so that a single slow step does not stop prompts. The
-    seconds per prompt token are weighted by tokens: a step that computes the last token of a cached prompt says
-    little about the time of a long one.
+    seconds per prompt token are weighted by tokens: a step that computes the last token of a cached prompt
+    says little about the time of a long one.
     """
 
     step_s: float | None = None
@@ -38,10 +38,10 @@ class StepSpeed:
             return replace(self, step_s=_mean(self.step_s, seconds))
         added_s = max(0.0, seconds - (self.step_s or 0.0))
         if self.prefill_token_s is None:
-            return replace(self, prefill_token_s=added_s / n_prefill, prefill_tokens_per_step=float(n_prefill))
-        tokens = _mean(self.prefill_tokens_per_step, n_prefill)
+            return StepSpeed(self.step_s, added_s / n_prefill, n_prefill)
+        n_tokens = _mean(self.prefill_tokens_per_step, n_prefill)
         added_s = _mean(self.prefill_token_s * self.prefill_tokens_per_step, added_s)
-        return replace(self, prefill_token_s=added_s / tokens, prefill_tokens_per_step=tokens)
+        return StepSpeed(self.step_s, added_s / n_tokens, n_tokens)
 
     def longest_s(self, n_prefill: int) -> float:
         """Return the predicted seconds of a step with `n_prefill` prompt tokens; 0 before an observation."""
