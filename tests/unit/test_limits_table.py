@@ -23,6 +23,7 @@ from llaisys.engine.host import Cpus
 from llaisys.engine.limits import LOGPROBS_MAX, PROMPT_LOGPROBS_MAX
 from llaisys.engine.memory import EngineSizing, size_engine
 from llaisys.engine.sessions.manager import SessionRequest
+from llaisys.engine.step_speed import StepSpeed
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import (
     ContextLengthError,
@@ -294,16 +295,16 @@ def max_queue_wait_s() -> None:
 
 
 def max_step_time_s() -> None:
-    engine = made(max_step_time_s=0.1, max_num_batched_tokens=100)
-    engine.submit("a", prompt=[1] * 1000)
-    engine.step(1, NOW)
-    engine.step(1, NOW + 1)  # the first 100 tokens took one second
-    assert engine.engine.stats().step_prefill_tokens == 16, "10 tokens would fit; a prompt gets at least 16"
-    engine = made(max_step_time_s=0.5, max_num_batched_tokens=100)
-    engine.submit("a", prompt=[1] * 1000)
-    engine.step(1, NOW)
-    engine.step(1, NOW + 1)
-    assert engine.engine.stats().step_prefill_tokens == 50
+    # The limit, whether a stream waits for the step, and the prompt tokens of 10 ms each: at least 16.
+    for limit_s, has_stream, n_tokens in ((0.1, True, 16), (0.5, True, 50), (0.1, False, 40)):
+        engine = made(max_step_time_s=limit_s, max_num_batched_tokens=100)
+        if has_stream:
+            engine.submit("stream", max_tokens=50)
+            engine.step(2, NOW)
+        engine.submit("a", prompt=[1] * 1000)
+        engine.engine.stats_recorder.speed = StepSpeed(0.0, 0.01)
+        engine.step(1, NOW)
+        assert engine.engine.stats().step_prefill_tokens == n_tokens
 
 
 def long_prefill_token_threshold() -> None:
