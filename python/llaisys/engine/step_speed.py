@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# Weight of the newest observation in the exponential moving averages of `StepSpeed`.
+# Weight of the newest observation in a moving average.
 _NEWEST_WEIGHT = 0.2
 # Minimum prompt tokens of a step, however slow the machine is, so that every prompt makes progress.
 PREFILL_TOKENS_MIN = 16
+
+
+def moving_average(old: float | None, new: float) -> float:
+    """Return an exponential moving average after the observation `new`; `old` is None before the first."""
+    return new if old is None else old + _NEWEST_WEIGHT * (new - old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,12 @@ class StepSpeed:
     def observe(self, seconds: float, n_prefill: int) -> StepSpeed:
         """Return the speed after a step that took `seconds` and computed `n_prefill` prompt tokens."""
         if n_prefill == 0:
-            return replace(self, step_s=_mean(self.step_s, seconds))
+            return replace(self, step_s=moving_average(self.step_s, seconds))
         added_s = max(0.0, seconds - (self.step_s or 0.0))
         if self.prefill_token_s is None:
             return StepSpeed(self.step_s, added_s / n_prefill, n_prefill)
-        n_tokens = _mean(self.prefill_tokens_per_step, n_prefill)
-        added_s = _mean(self.prefill_token_s * self.prefill_tokens_per_step, added_s)
+        n_tokens = moving_average(self.prefill_tokens_per_step, n_prefill)
+        added_s = moving_average(self.prefill_token_s * self.prefill_tokens_per_step, added_s)
         return StepSpeed(self.step_s, added_s / n_tokens, n_tokens)
 
     def longest_s(self, n_prefill: int) -> float:
@@ -54,8 +59,3 @@ class StepSpeed:
             return most  # also avoids a division by a tiny number
         n_tokens = int(left_s / self.prefill_token_s) if left_s > 0 else 0
         return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
-
-
-def _mean(old: float | None, new: float) -> float:
-    """Return the exponential moving average after the observation `new`."""
-    return new if old is None else old + _NEWEST_WEIGHT * (new - old)

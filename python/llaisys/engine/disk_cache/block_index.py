@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from llaisys.engine.prefix_tree import as_ids
+from llaisys.engine.step_speed import moving_average
 
 BLOCK_TOKENS = 256
 KEY_BYTES = 32
-# Weight of the newest load in the moving average of `LoadCost`.
-_NEWEST_WEIGHT = 0.2
 # After this many lookups in a row for which computing seemed faster, one loads, to measure the disk again.
 REFUSALS_MAX = 16
 
@@ -109,8 +108,7 @@ class LoadCost:
 
     def observe(self, seconds: float, n_tokens: int) -> None:
         """Record a load of `n_tokens` that took `seconds`, waiting for steps of other requests included."""
-        new, old = seconds / n_tokens, self.load_token_s
-        self.load_token_s = new if old is None else old + _NEWEST_WEIGHT * (new - old)
+        self.load_token_s = moving_average(self.load_token_s, seconds / n_tokens)
 
     def is_faster(self, n_loaded: int, n_saved: int, prefill_token_s: float | None) -> bool:
         """Return True if loading `n_loaded` tokens takes no more time than computing `n_saved` tokens.
