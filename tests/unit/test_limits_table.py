@@ -23,7 +23,6 @@ from llaisys.engine.host import Cpus
 from llaisys.engine.limits import LOGPROBS_MAX, PROMPT_LOGPROBS_MAX
 from llaisys.engine.memory import EngineSizing, size_engine
 from llaisys.engine.sessions.manager import SessionRequest
-from llaisys.engine.step_speed import StepSpeed
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import (
     ContextLengthError,
@@ -295,16 +294,17 @@ def max_queue_wait_s() -> None:
 
 
 def max_step_time_s() -> None:
-    # The limit, whether a stream waits for the step, and the prompt tokens of 10 ms each: at least 16.
-    for limit_s, has_stream, n_tokens in ((0.1, True, 16), (0.5, True, 50), (0.1, False, 40)):
+    def second_step(limit_s: float, n_first: int) -> int:
         engine = made(max_step_time_s=limit_s, max_num_batched_tokens=100)
-        if has_stream:
-            engine.submit("stream", max_tokens=50)
-            engine.step(2, NOW)
-        engine.submit("a", prompt=[1] * 1000)
-        engine.engine.stats_recorder.speed = StepSpeed(0.0, 0.01)
+        engine.submit("first", prompt=[2] * n_first, max_tokens=50)
         engine.step(1, NOW)
-        assert engine.engine.stats().step_prefill_tokens == n_tokens
+        engine.submit("second", prompt=[1] * 1000)
+        engine.step(1, NOW + 1)  # the first 100 tokens took one second
+        return engine.engine.stats().step_prefill_tokens
+
+    assert second_step(0.1, 100) == 16, "the first decodes: 10 tokens would fit; a prompt gets at least 16"
+    assert second_step(0.5, 100) == 50
+    assert second_step(0.1, 1000) == 40, "no request decodes: four times the limit"
 
 
 def long_prefill_token_threshold() -> None:
