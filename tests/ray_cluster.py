@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
+from ports import free_port
 from serving import environment
 from waiting import block_until
 
@@ -52,9 +52,7 @@ class Cluster:
 @contextmanager
 def ray_cluster(folder: Path, **arguments: Any) -> Iterator[Cluster]:
     """Start a cluster, yield it when its application serves, and stop it; then no process of it is left."""
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port = made.getsockname()[1]
+    port = free_port()
     path = os.pathsep.join(p for p in sys.path if p)
     # On a machine that is short of memory, Ray would kill replicas.
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0"}

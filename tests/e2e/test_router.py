@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ports import free_port
 from serving import END_S, Server, long_model, serving
 from sse import chunks
 from waiting import block_until
@@ -23,13 +23,6 @@ from waiting import block_until
 N_CHATS = 20
 ROUTER = str(Path(sys.executable).with_name("vllm-router"))
 Chat = list[dict[str, Any]]
-
-
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port: int = made.getsockname()[1]
-        return port
 
 
 class Worker:
