@@ -8,15 +8,16 @@ Seconds are those of the whole process; `load_s` of LLAISYS is without the start
 The files are those of peers_shapes.py (`make bench-peers` builds llama.cpp and writes them) and the
 embedded model.
 
-Memory is VmHWM, compared with the bytes of the packed weights. Before the first round, all free memory is
-touched once: a virtual machine gets its memory from the host at the first touch, which would be measured
-otherwise. Appends to benches/results/load.jsonl.
+Memory is VmHWM, compared with the bytes of the packed weights. Before each load, all free memory is touched:
+a virtual machine gets its memory from the host at the first touch, which takes up to 1.8 s for 1 GB, and
+gives it back some seconds after a process has freed it. Appends to benches/results/load.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import platform
 import statistics
@@ -53,13 +54,10 @@ print(json.dumps({"load_s": seconds, "peak_bytes": int(peak.split()[1]) * 1024,
 
 def touch_memory() -> None:
     """Touch the memory that is free."""
-    size = 64 << 20
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    blocks = []
-    for _ in range(int(0.9 * free) // size):
-        block = bytearray(size)
-        block[::4096] = b"\1" * (size // 4096)
-        blocks.append(block)
+    n_bytes = int(0.9 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[:: 2 << 20] = bytes(len(range(0, n_bytes, 2 << 20)))
 
 
 def prepare(path: Path, *, cold: bool) -> None:
@@ -104,6 +102,7 @@ def measure(name: str, path: Path, *, cold: bool, arguments: argparse.Namespace)
             if engine == "peer" and arguments.no_peer:
                 continue
             prepare(path, cold=cold)
+            touch_memory()
             if engine == "ours":
                 own.append(ours(path))
             else:
@@ -136,7 +135,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true", help="measure LLAISYS only")
     arguments = parser.parse_args()
-    touch_memory()
     for name in arguments.models:
         path = resolve_model(name).path if name == EMBEDDED else MODELS / f"{name}.gguf"
         for cold in (False, True):

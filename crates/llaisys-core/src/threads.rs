@@ -260,6 +260,25 @@ impl Pool {
         });
     }
 
+    /// As [`Pool::run_chunks`], but a worker takes the next chunk whenever it has finished one: for chunks that take
+    /// unequal time.
+    pub fn run_chunks_dynamic<T: Send>(
+        &self,
+        data: &mut [T],
+        chunk_len: usize,
+        job: &(dyn Fn(usize, &mut [T]) + Sync),
+    ) {
+        let chunks = Chunks::new(data.len(), chunk_len);
+        let out = Disjoint::new(data);
+        self.run(&|_| {
+            while let Some(range) = chunks.take() {
+                let i = range.start / chunk_len;
+                // SAFETY: `Chunks` hands out each range once, and ranges do not overlap.
+                job(i, unsafe { out.range(range) });
+            }
+        });
+    }
+
     /// Distributes one queue of `n` items for each thread in chunks of `chunk >= 1`: calls `job(queue, items)` once for
     /// each chunk. A thread takes the chunks of its own queue first, then those left in other queues. Each thread thus
     /// works on its own data, and none waits for one that another process slows down.

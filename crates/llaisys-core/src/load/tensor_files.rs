@@ -118,7 +118,7 @@ impl TensorFiles {
     pub fn read(&self, index: usize, start: usize, out: &mut [u8], pool: &Pool) -> Result<(), FormatError> {
         let (file, at) = self.locate(index, start, out.len());
         let failed = Mutex::new(None);
-        pool.run_chunks(out, PIECE_BYTES, &|i, piece| {
+        pool.run_chunks_dynamic(out, PIECE_BYTES, &|i, piece| {
             let offset = at.saturating_add(i.saturating_mul(PIECE_BYTES));
             if let Err(error) = file.read_at(offset, piece) {
                 failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

@@ -5,6 +5,7 @@
 
 use super::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::error::DeviceError;
+use crate::quant::BLOCK_LEN;
 use crate::threads::Pool;
 
 /// The format of the copy.
@@ -50,12 +51,12 @@ impl ArgmaxBounds {
         if !Self::can_have(matrix.format(), matrix.n_columns()) {
             return Ok(None);
         }
-        let mut lengths = vec![Lengths::default(); matrix.n_panels()];
-        let copy = matrix.to_q8_0(pool, &mut lengths, &|of_panel, c, row, copied| {
-            of_panel.errors[c] =
-                length_above(row.iter().zip(copied).map(|(w, c)| f64::from(*w) - f64::from(*c)));
-            of_panel.copies[c] = length_above(copied.iter().map(|c| f64::from(*c)));
+        let mut squares = vec![Squares::default(); matrix.n_panels()];
+        let copy = matrix.to_q8_0(pool, &mut squares, &|of_panel, c, group, copied| {
+            of_panel.errors[c] += sum_of_squares(|i| f64::from(group[i]) - f64::from(copied[i]));
+            of_panel.copies[c] += sum_of_squares(|i| f64::from(copied[i]));
         })?;
+        let lengths: Vec<_> = squares.iter().map(Squares::lengths).collect();
         let pairs = lengths.iter().flat_map(|of| of.errors.iter().zip(&of.copies));
         let sums = pairs.map(|(error, copy)| f64::from(*error) + f64::from(*copy));
         // NaN fails the comparison too and becomes infinity.
@@ -85,9 +86,27 @@ impl ArgmaxBounds {
     }
 }
 
-/// The Euclidean norm, rounded up; NaN if an element is NaN.
-fn length_above(values: impl Iterator<Item = f64>) -> f32 {
-    round_up(values.map(|x| x * x).sum::<f64>().sqrt())
+/// The squares of the norms of a panel; NaN where an element is NaN.
+#[derive(Clone, Default)]
+struct Squares {
+    errors: [f64; PANEL],
+    copies: [f64; PANEL],
+}
+
+impl Squares {
+    fn lengths(&self) -> Lengths {
+        let roots = |squares: [f64; PANEL]| squares.map(|square| round_up(square.sqrt()));
+        Lengths { errors: roots(self.errors), copies: roots(self.copies) }
+    }
+}
+
+/// The sum of the squares of a group, as eight sums that compilers vectorize.
+fn sum_of_squares(element: impl Fn(usize) -> f64) -> f64 {
+    let mut sums = [0.0; 8];
+    for i in 0..BLOCK_LEN {
+        sums[i % 8] += element(i) * element(i);
+    }
+    sums.iter().sum()
 }
 
 /// An f32 that is at least `x >= 0`, even if `x` has the rounding error of a sum of 2^18 f64 numbers.

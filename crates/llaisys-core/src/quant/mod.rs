@@ -141,6 +141,29 @@ fn f16_at(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
+/// 32 bytes, four to a word: compilers vectorize shifts of words, not of bytes.
+type Words = [u32; BLOCK_LEN / 4];
+
+/// The low half of each byte of a word.
+pub(crate) const LOW_NIBBLES: u32 = 0x0f0f_0f0f;
+
+/// Part `i` of `bytes`, 32 bytes each.
+#[inline(always)]
+fn words(bytes: &[u8], i: usize) -> Words {
+    let (words, _) = bytes.as_chunks::<BLOCK_LEN>().0[i].as_chunks::<4>();
+    std::array::from_fn(|k| u32::from_le_bytes(words[k]))
+}
+
+/// The bytes of words.
+#[inline(always)]
+fn from_words(words: Words) -> [u8; BLOCK_LEN] {
+    let mut bytes = [0; BLOCK_LEN];
+    for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
+        *bytes = word.to_le_bytes();
+    }
+    bytes
+}
+
 /// 16 bytes as 32 nibbles: byte `j` holds element `j` in its low half and element `j + 16` in its high half.
 #[inline(always)]
 fn nibbles(bytes: &[u8]) -> [u8; BLOCK_LEN] {
@@ -163,13 +186,15 @@ fn five_bits(bytes: &[u8]) -> [u8; BLOCK_LEN] {
 
 /// Part `i` (32 elements) of 256 integers of 2 bits in 64 bytes. 32 consecutive bytes have four parts, the first in the
 /// lowest bits.
-fn two_bits(bytes: &[u8], i: usize) -> [u8; BLOCK_LEN] {
-    std::array::from_fn(|j| bytes[i / 4 * BLOCK_LEN + j] >> (2 * (i % 4)) & 3)
+#[inline(always)]
+fn two_bits(bytes: &[u8], i: usize) -> Words {
+    words(bytes, i / 4).map(|word| word >> (2 * (i % 4)) & 0x0303_0303)
 }
 
 /// Scale and minimum `i` of the eight pairs of 6 bits in the 12 bytes of Q4_K and Q5_K. The first four pairs are in the
 /// low bits of bytes 0..4 and 4..8. The low nibbles of the others share bytes 8..12, and their high bits are the upper
 /// two of bytes 0..4 and 4..8.
+#[inline(always)]
 fn six_bit_pair(bytes: &[u8], i: usize) -> [f32; 2] {
     let pair = if i < 4 {
         [bytes[i] & 63, bytes[i + 4] & 63]

@@ -137,8 +137,12 @@ pub fn round_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
     const MAX: f32 = 127.0;
     let [low, high] = ends(group);
     let scale = f16::from_f32(high.max(-low) / MAX).to_f32();
-    let q = if scale > 0.0 { assign(group, scale, 0.0, [-MAX, MAX]).q } else { [0.0; BLOCK_LEN] };
-    Block::scaled(scale, 128, q.map(|q| (q + 128.0) as u8))
+    let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+    let mut q = [0; BLOCK_LEN];
+    for (q, w) in q.iter_mut().zip(group) {
+        *q = to_byte(nearest((w * inverse).clamp(-MAX, MAX)) + 128.0);
+    }
+    Block::scaled(scale, 128, q)
 }
 
 /// The absolute scale at which the grid covers every weight of a group.
@@ -152,7 +156,15 @@ fn reach(grid: Grid, group: &[f32; BLOCK_LEN]) -> f32 {
 
 /// The smallest and the largest of the weights and zero.
 fn ends(group: &[f32; BLOCK_LEN]) -> [f32; 2] {
-    group.iter().fold([0.0, 0.0], |[low, high], &w| [w.min(low), w.max(high)])
+    // Eight at a time, which compilers vectorize.
+    let (mut low, mut high) = ([0.0; 8], [0.0; 8]);
+    for w in group.as_chunks::<8>().0 {
+        for i in 0..8 {
+            low[i] = w[i].min(low[i]);
+            high[i] = w[i].max(high[i]);
+        }
+    }
+    [low.into_iter().fold(0.0, f32::min), high.into_iter().fold(0.0, f32::max)]
 }
 
 fn max_symmetric(bits: u32) -> f32 {
@@ -260,4 +272,10 @@ fn assign(group: &[f32; BLOCK_LEN], step: f32, zero: f32, [least, most]: [f32; 2
 fn nearest(x: f32) -> f32 {
     const WHOLE: f32 = 12_582_912.0; // 1.5 * 2^23: f32 has no fractions there
     (x + WHOLE) - WHOLE
+}
+
+/// The byte of a whole number of 0 to 255: as `as u8`, but vectorized.
+fn to_byte(x: f32) -> u8 {
+    const WHOLE: f32 = 8_388_608.0; // 2^23: the last bit of f32 is 1 there
+    (x + WHOLE).to_bits() as u8
 }

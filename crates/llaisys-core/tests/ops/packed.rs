@@ -10,10 +10,11 @@ use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN, dequantize_row};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
 
-/// Outputs and inputs; types with larger blocks have the same number of blocks.
-const SHAPES: [(usize, usize); 5] = [(1, 32), (31, 64), (32, 96), (33, 32), (100, 320)];
-/// Sizes that only plain types have.
-const ODD_SHAPES: [(usize, usize); 4] = [(1, 1), (33, 7), (64, 31), (5, 65)];
+/// Outputs and inputs; types with larger blocks have the same number of blocks. The last has more groups than are
+/// written at a time.
+const SHAPES: [(usize, usize); 6] = [(1, 32), (31, 64), (32, 96), (33, 32), (100, 320), (33, 1312)];
+/// Sizes that only plain types have. The last has more pairs than are written at a time.
+const ODD_SHAPES: [(usize, usize); 5] = [(1, 1), (33, 7), (64, 31), (5, 65), (33, 261)];
 
 fn pool() -> Pool {
     Pool::new(2).unwrap()
@@ -160,6 +161,22 @@ fn rows_can_be_packed_in_any_order() {
     let matrix = PackedMatrix::pack(&pool, PackedFormat::Q4_1, 70, 64, &|n| stored.row(from(n))).unwrap();
     for n in 0..70 {
         assert_eq!(read(&matrix, n), values(stored.row(from(n)), 64));
+    }
+}
+
+/// Gate and up may have two types that one format stores, and Q8_0 also stores plain rows.
+#[test]
+fn a_panel_can_have_rows_of_several_types() {
+    let pool = pool();
+    let types =
+        [(PackedFormat::Q4_1, [DType::Q4_1, DType::Q4_K]), (PackedFormat::Q8_0, [DType::Q8_0, DType::BF16])];
+    for (format, dtypes) in types {
+        let stored = dtypes.map(|dtype| Stored::random(&mut Rng(7), dtype, 40, 256));
+        let whole = stored.each_ref().map(|stored| stored.pack(&pool, format));
+        let matrix = PackedMatrix::pack(&pool, format, 40, 256, &|n| stored[n % 2].row(n)).unwrap();
+        for n in 0..40 {
+            assert_eq!(read(&matrix, n), read(&whole[n % 2], n), "{format:?} row {n}");
+        }
     }
 }
 

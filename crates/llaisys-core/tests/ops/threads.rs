@@ -174,13 +174,15 @@ fn nested_job_is_rejected() {
 fn chunks_cover_the_data_once() {
     for (len, chunk_len, n_threads) in [(0, 5, 2), (1, 5, 3), (17, 5, 2), (20, 5, 3), (7, 1, 3)] {
         let pool = Pool::new(n_threads).unwrap();
-        let mut data = vec![0_usize; len];
-        pool.run_chunks(&mut data, chunk_len, &|i, chunk| {
-            for (j, x) in chunk.iter_mut().enumerate() {
-                *x += 1 + i * chunk_len + j;
-            }
-        });
-        assert!(data.iter().enumerate().all(|(i, &x)| x == i + 1), "{data:?}");
+        for run in [Pool::run_chunks, Pool::run_chunks_dynamic] {
+            let mut data = vec![0_usize; len];
+            run(&pool, &mut data, chunk_len, &|i, chunk| {
+                for (j, x) in chunk.iter_mut().enumerate() {
+                    *x += 1 + i * chunk_len + j;
+                }
+            });
+            assert!(data.iter().enumerate().all(|(i, &x)| x == i + 1), "{data:?}");
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Packs the tensors of a checkpoint. The checkpoint can be dropped afterwards.
 //!
-//! A tensor is read in pieces of about 16 MiB, and each is packed before the next is read: loading needs memory for the
-//! packed weights and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
+//! A tensor is read in pieces, and each is packed before the next is read: loading needs memory for the packed weights
+//! and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
 
 mod gemma4;
 
@@ -28,8 +28,8 @@ use crate::threads::Pool;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Large enough to keep all threads busy, and small compared with the weights.
-const PIECE_BYTES: usize = 16 << 20;
+/// Bytes of a piece for each thread: they are still in its second-level cache when they are packed.
+const PIECE_BYTES: usize = 512 << 10;
 
 /// Settings of packing.
 #[derive(Debug, Clone, Copy)]
@@ -38,12 +38,13 @@ pub struct PackSettings {
     pub mode: ComputeMode,
     /// The rank's part. The caller has checked that the checkpoint can be split like this.
     pub shard: Shard,
-    /// Bytes of a tensor that are read at a time, rounded to whole groups of rows. Does not affect the packed bytes.
+    /// Bytes of a tensor that are read at a time for each thread; the sum is rounded to whole groups of rows. Does not
+    /// affect the packed bytes.
     pub piece_bytes: usize,
 }
 
 impl PackSettings {
-    /// With pieces of 16 MiB.
+    /// With pieces of 512 KiB for each thread.
     pub fn new(mode: ComputeMode, shard: Shard) -> Self {
         Self { mode, shard, piece_bytes: PIECE_BYTES }
     }
@@ -412,7 +413,8 @@ impl Packer<'_> {
         };
         let group = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
         let row_bytes = source.dtype.bytes_of(source.n_columns).unwrap_or(1);
-        (self.piece_bytes / (row_bytes * group)).max(1) * group
+        let n_bytes = self.piece_bytes.saturating_mul(self.pool.n_threads());
+        (n_bytes / (row_bytes * group)).max(1) * group
     }
 
     /// Reads stored rows of `source`. Errors: as [`Checkpoint::read`] and [`check_finite`].

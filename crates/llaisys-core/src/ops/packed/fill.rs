@@ -1,11 +1,12 @@
 //! Packing of stored rows into panels.
 
-use super::pages::use_huge_pages;
+use super::pages::{expect_huge_pages, use_huge_pages};
+use super::read::read_plain;
 use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::dtype::DType;
 use crate::error::DeviceError;
 use crate::quant::quantize::{QuantizedRow, Quantizer, quantize_q8_0, round_q8_0};
-use crate::quant::{BLOCK_LEN, Block, dequantize_row, mxfp4, q4_0, q4_1, q8_0};
+use crate::quant::{BLOCK_LEN, Block, LOW_NIBBLES, dequantize_row, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use half::{bf16, f16};
@@ -40,7 +41,7 @@ pub(super) fn fill(
             .filter_map(move |c| source(first + c).filter(|row| !row.bytes.is_empty()).map(|row| (c, row)))
     };
     match format {
-        PackedFormat::F32 => pool.run_chunks(
+        PackedFormat::F32 => pool.run_chunks_dynamic(
             &mut panels.as_mut_slice::<f32>()[bytes.start / 4..bytes.end / 4],
             n_bytes / 4,
             &|p, panel| {
@@ -51,7 +52,7 @@ pub(super) fn fill(
                 }
             },
         ),
-        PackedFormat::BF16 => pool.run_chunks(
+        PackedFormat::BF16 => pool.run_chunks_dynamic(
             &mut panels.as_mut_slice::<u16>()[bytes.start / 2..bytes.end / 2],
             n_bytes / 2,
             &|p, panel| {
@@ -65,24 +66,20 @@ pub(super) fn fill(
                 }
             },
         ),
-        _ => pool.run_chunks(&mut panels.as_mut_slice::<u8>()[bytes], n_bytes, &|p, panel| {
+        _ => pool.run_chunks_dynamic(&mut panels.as_mut_slice::<u8>()[bytes], n_bytes, &|p, panel| {
             let mut quantizer = format.grid().map(|grid| Quantizer::new(grid, n_columns));
-            for (c, row) in rows(p) {
-                match &mut quantizer {
-                    Some(quantizer) => put_quantized(format, panel, c, quantizer.quantize(row)),
-                    None if row.dtype.is_quantized() => put_blocks(format, n_columns, panel, c, row),
-                    None => {
-                        assert_eq!(
-                            format,
-                            PackedFormat::Q8_0,
-                            "a grouped format accepts its own block types only"
-                        );
-                        let mut values = vec![0.0; n_columns];
-                        dequantize_row(row, &mut values);
-                        for (g, group) in values.as_chunks().0.iter().enumerate() {
-                            put_block(format, panel, g, c, &quantize_q8_0(group));
-                        }
-                    }
+            let (stored, plain): (Vec<_>, Vec<_>) = rows(p).partition(|(_, row)| row.dtype.is_quantized());
+            put_stored_blocks(format, n_columns, panel, &stored);
+            for (c, row) in plain {
+                if let Some(quantizer) = &mut quantizer {
+                    put_quantized(format, panel, c, quantizer.quantize(row));
+                    continue;
+                }
+                assert_eq!(format, PackedFormat::Q8_0, "a grouped format accepts its own block types only");
+                let mut values = vec![0.0; n_columns];
+                dequantize_row(row, &mut values);
+                for (g, values) in values.as_chunks().0.iter().enumerate() {
+                    put_block(format, panel, g, c, &quantize_q8_0(values));
                 }
             }
         }),
@@ -113,40 +110,114 @@ fn put_stored_bf16(panel: &mut [u16], rows: &[(usize, RowView<'_>)]) {
         for (c, row) in rows {
             let numbers: &[[u8; 2]] = row.bytes.as_chunks().0;
             let numbers = &numbers[2 * PAIRS * i..numbers.len().min(2 * PAIRS * (i + 1))];
-            for (line, pair) in lines.chunks_exact_mut(2 * PANEL).zip(numbers.chunks(2)) {
-                for (slot, &number) in line[2 * c..].iter_mut().zip(pair) {
-                    *slot = u16::from_le_bytes(number);
-                }
+            let (pairs, last) = numbers.as_chunks::<2>();
+            let mut lines = lines.chunks_exact_mut(2 * PANEL).map(|line| &mut line[2 * c..][..2]);
+            for (pair, line) in pairs.iter().zip(lines.by_ref()) {
+                line.copy_from_slice(&pair.map(u16::from_le_bytes));
+            }
+            if let (Some(line), Some(&number)) = (lines.next(), last.first()) {
+                line[0] = u16::from_le_bytes(number);
             }
         }
     }
 }
 
-/// Writes column `c` of a grouped panel from a row of a type that the format stores.
-fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], c: usize, row: RowView<'_>) {
-    assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format accepts its own block types only");
-    assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
-    // The types of most files have code of their own, which is three times as fast.
-    match row.dtype {
-        DType::Q4_0 => put_row(PackedFormat::Q4_0, panel, c, row.bytes.as_chunks::<18>().0, q4_0::parse),
-        DType::Q4_1 => put_row(PackedFormat::Q4_1, panel, c, row.bytes.as_chunks::<20>().0, q4_1::parse),
-        DType::Q8_0 => put_row(PackedFormat::Q8_0, panel, c, row.bytes.as_chunks::<34>().0, q8_0::parse),
-        _ => Block::for_each(row, |g, block| put_block(format, panel, g, c, block)),
+/// Writes columns of a grouped panel from rows of types that the format stores. A few groups of all rows are written at
+/// a time, because the lines of all groups exceed the first-level cache.
+fn put_stored_blocks(
+    format: PackedFormat,
+    n_columns: usize,
+    panel: &mut [u8],
+    rows: &[(usize, RowView<'_>)],
+) {
+    /// A multiple of the eight groups that the K types store together.
+    const GROUPS: usize = 32;
+    for (_, row) in rows {
+        assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format accepts its own block types only");
+        assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
+    }
+    let starts = (0..n_columns).step_by(GROUPS * BLOCK_LEN);
+    for (start, groups) in starts.zip(panel.chunks_mut(GROUPS * format.group_bytes())) {
+        for (c, row) in rows {
+            let columns = start..n_columns.min(start + GROUPS * BLOCK_LEN);
+            put_blocks(format, groups, *c, row.columns(columns));
+        }
     }
 }
 
-/// Writes column `c` of a panel from the blocks of a row. It is compiled for each type.
-#[inline(always)]
-fn put_row<const BYTES: usize>(
-    format: PackedFormat,
-    panel: &mut [u8],
-    c: usize,
-    blocks: &[[u8; BYTES]],
-    parse: impl Fn(&[u8]) -> Block,
-) {
-    for (g, bytes) in blocks.iter().enumerate() {
-        put_block(format, panel, g, c, &parse(bytes));
+/// Writes column `c` of groups from the blocks of a part of a row.
+fn put_blocks(format: PackedFormat, groups: &mut [u8], c: usize, row: RowView<'_>) {
+    // The types of most files have code of their own, which is several times as fast.
+    match row.dtype {
+        DType::Q4_0 => move_blocks::<18, 4>(PackedFormat::Q4_0, groups, c, row.bytes, nibble_lines),
+        DType::Q4_1 => move_blocks::<20, 4>(PackedFormat::Q4_1, groups, c, row.bytes, nibble_lines),
+        DType::Q8_0 => move_blocks::<34, 8>(PackedFormat::Q8_0, groups, c, row.bytes, byte_lines),
+        DType::Q2_K => put_parts::<84>(PackedFormat::Q2_K, groups, c, row.bytes, q2_k::parse),
+        DType::Q3_K => put_parts::<110>(PackedFormat::Q3_K, groups, c, row.bytes, q3_k::parse),
+        DType::Q4_K => put_parts::<144>(PackedFormat::Q4_1, groups, c, row.bytes, q4_k::parse),
+        DType::Q5_K => put_parts::<176>(PackedFormat::Q5_1, groups, c, row.bytes, q5_k::parse),
+        DType::Q6_K => put_parts::<210>(PackedFormat::Q6_K, groups, c, row.bytes, q6_k::parse),
+        _ => Block::for_each(row, |g, block| put_block(format, groups, g, c, block)),
     }
+}
+
+/// Writes column `c` of groups from blocks of `BYTES` bytes: numbers in f16, then `WORDS` words with integers, which
+/// `lines` puts in the order of the format. It is compiled for each type.
+#[inline(always)]
+fn move_blocks<const BYTES: usize, const WORDS: usize>(
+    format: PackedFormat,
+    groups: &mut [u8],
+    c: usize,
+    blocks: &[u8],
+    lines: impl Fn([u32; WORDS]) -> [u32; WORDS],
+) {
+    assert!(c < PANEL, "column {c} of a panel");
+    let (blocks, _) = blocks.as_chunks::<BYTES>();
+    for (group, block) in groups.chunks_exact_mut(format.group_bytes()).zip(blocks) {
+        let (header, integers) = group.split_at_mut(format.header_bytes());
+        let (numbers, words) = block.split_at(BYTES - 4 * WORDS);
+        for (line, number) in header.chunks_exact_mut(2 * PANEL).zip(numbers.as_chunks::<2>().0) {
+            line[2 * c..][..2].copy_from_slice(number);
+        }
+        let words: [[u8; 4]; WORDS] = std::array::from_fn(|k| words.as_chunks().0[k]);
+        let words = lines(words.map(u32::from_le_bytes));
+        for (line, word) in integers.chunks_exact_mut(LINE).zip(words) {
+            line[4 * c..][..4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
+/// Writes column `c` of groups from super-blocks of `BYTES` bytes, eight groups each. It is compiled for each type.
+#[inline(always)]
+fn put_parts<const BYTES: usize>(
+    format: PackedFormat,
+    groups: &mut [u8],
+    c: usize,
+    blocks: &[u8],
+    parse: impl Fn(&[u8], usize) -> Block,
+) {
+    const PARTS: usize = 8;
+    let (blocks, _) = blocks.as_chunks::<BYTES>();
+    for (groups, block) in groups.chunks_exact_mut(PARTS * format.group_bytes()).zip(blocks) {
+        for i in 0..PARTS {
+            put_block(format, groups, i, c, &parse(block, i));
+        }
+    }
+}
+
+/// The lines of 32 nibbles, from the words of a block: byte `j` has element `j` in its low half and element `j + 16` in
+/// its high half.
+#[inline(always)]
+fn nibble_lines([a, b, c, d]: [u32; 4]) -> [u32; 4] {
+    let low = |even, odd| (even & LOW_NIBBLES) | (odd & LOW_NIBBLES) << 4;
+    let high = |even, odd| (even >> 4 & LOW_NIBBLES) | (odd & !LOW_NIBBLES);
+    [low(a, b), low(c, d), high(a, b), high(c, d)]
+}
+
+/// The lines of 32 signed bytes, which become `byte + 128`.
+#[inline(always)]
+fn byte_lines(words: [u32; 8]) -> [u32; 8] {
+    words.map(|word| word ^ 0x8080_8080)
 }
 
 /// Writes group `g` of column `c` of a panel.
@@ -235,23 +306,23 @@ pub(super) const fn digit_place(low: usize, bits: usize, c: usize, i: usize) -> 
 }
 
 /// See [`PackedMatrix::to_q8_0`].
-type RowCallback<'a, T> = dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync + 'a;
+type GroupCallback<'a, T> = dyn Fn(&mut T, usize, &[f32; BLOCK_LEN], &[f32; BLOCK_LEN]) + Sync + 'a;
 
 impl PackedMatrix {
     /// Returns a copy in Q8_0, computed by panels in parallel: each group of 32 is rounded to nearest with the scale
     /// that covers its largest magnitude.
     ///
-    /// Calls `on_row(of_panel, c, row, copied)` for each row, with the row, its copy, the entry of its panel in
-    /// `of_panels`, and its column `c` in the panel. Values that are not finite, or too large for the scale, have
-    /// unspecified copies.
+    /// Calls `on_group(of_panel, c, group, copied)` for each group of each row, in order, with the group, its copy, the
+    /// entry of its panel in `of_panels`, and its column `c` in the panel. Values that are not finite, or too large for
+    /// the scale, have unspecified copies.
     ///
-    /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] is false, or `of_panels` has another length
-    /// than the number of panels.
+    /// Errors: [`DeviceError::Allocation`]. Panics if the matrix is grouped, [`Self::can_pack`] is false, or `of_panels`
+    /// has another length than the number of panels.
     pub(crate) fn to_q8_0<T: Send>(
         &self,
         pool: &Pool,
         of_panels: &mut [T],
-        on_row: &RowCallback<'_, T>,
+        on_group: &GroupCallback<'_, T>,
     ) -> Result<Self, DeviceError> {
         let (format, n_rows, n_columns) = (PackedFormat::Q8_0, self.n_rows, self.n_columns);
         assert!(
@@ -259,20 +330,21 @@ impl PackedMatrix {
             "rows of {n_columns}"
         );
         let mut panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
+        expect_huge_pages(&panels);
         let bytes = panels.as_mut_slice::<u8>().chunks_exact_mut(format.panel_bytes(n_columns));
         let mut jobs: Vec<(&mut [u8], &mut T)> = bytes.zip(of_panels).collect();
-        pool.run_chunks(&mut jobs, 1, &|p, job| {
-            let (mut row, mut copied) = (vec![0.0; n_columns], vec![0.0; n_columns]);
+        pool.run_chunks_dynamic(&mut jobs, 1, &|p, job| {
             for (panel, of_panel) in job {
-                for (c, n) in (p * PANEL..n_rows.min((p + 1) * PANEL)).enumerate() {
-                    self.read_row(n, &mut row);
-                    let groups = row.as_chunks::<BLOCK_LEN>().0.iter();
-                    for ((g, group), copied) in groups.enumerate().zip(copied.chunks_exact_mut(BLOCK_LEN)) {
-                        let block = round_q8_0(group);
+                let own = &self.panels_from(p)[..self.panel_bytes()];
+                for (g, lines) in own.chunks_exact(self.format.panel_bytes(BLOCK_LEN)).enumerate() {
+                    for c in 0..PANEL.min(n_rows - p * PANEL) {
+                        let (mut group, mut copied) = ([0.0; BLOCK_LEN], [0.0; BLOCK_LEN]);
+                        read_plain(self.format, lines, c, &mut group);
+                        let block = round_q8_0(&group);
                         put_block(format, panel, g, c, &block);
                         copied.iter_mut().enumerate().for_each(|(i, value)| *value = block.value(i));
+                        on_group(of_panel, c, &group, &copied);
                     }
-                    on_row(of_panel, c, &row, &copied);
                 }
             }
         });

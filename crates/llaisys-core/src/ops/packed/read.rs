@@ -16,19 +16,7 @@ impl PackedMatrix {
         assert_eq!(out.len(), self.n_columns, "row of another length");
         let (c, bytes) = (n % PANEL, &self.panels_from(n / PANEL)[..self.panel_bytes()]);
         match self.format {
-            PackedFormat::F32 => {
-                for (value, line) in out.iter_mut().zip(bytes.chunks_exact(4 * PANEL)) {
-                    *value =
-                        f32::from_le_bytes([line[4 * c], line[4 * c + 1], line[4 * c + 2], line[4 * c + 3]]);
-                }
-            }
-            PackedFormat::BF16 => {
-                for (pair, line) in out.chunks_mut(2).zip(bytes.chunks_exact(4 * PANEL)) {
-                    for (value, bits) in pair.iter_mut().zip(line[4 * c..].chunks_exact(2)) {
-                        *value = bf16::from_le_bytes([bits[0], bits[1]]).to_f32();
-                    }
-                }
-            }
+            PackedFormat::F32 | PackedFormat::BF16 => read_plain(self.format, bytes, c, out),
             format => {
                 let groups = bytes.chunks_exact(format.group_bytes());
                 let unit = read_unit(format, bytes, self.n_columns, c);
@@ -40,6 +28,24 @@ impl PackedMatrix {
                 }
             }
         }
+    }
+}
+
+/// Reads the first elements of column `c` from the lines of a plain format. Panics if the format is grouped.
+pub(super) fn read_plain(format: PackedFormat, lines: &[u8], c: usize, out: &mut [f32]) {
+    let words = lines.as_chunks::<{ 4 * PANEL }>().0.iter().map(|line| line.as_chunks::<4>().0[c]);
+    match format {
+        PackedFormat::F32 => {
+            out.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_le_bytes(word))
+        }
+        PackedFormat::BF16 => {
+            for (pair, word) in out.chunks_mut(2).zip(words) {
+                for (value, bits) in pair.iter_mut().zip(word.as_chunks().0) {
+                    *value = bf16::from_le_bytes(*bits).to_f32();
+                }
+            }
+        }
+        _ => panic!("{format:?} has no lines of plain elements"),
     }
 }
 
