@@ -83,7 +83,7 @@ impl RowView<'_> {
 pub struct AlignedBuf {
     /// The first byte on the boundary; dangling if `len` is 0.
     ptr: NonNull<u8>,
-    /// The pointer from the allocator, at most [`ALIGN`] bytes before `ptr`.
+    /// The pointer from [`map`], or from the allocator: at most [`ALIGN`] bytes before `ptr`.
     base: NonNull<u8>,
     len: usize,
 }
@@ -106,12 +106,15 @@ impl AlignedBuf {
             return Ok(Self { ptr: NonNull::dangling(), base: NonNull::dangling(), len });
         }
         let refused = DeviceError::Allocation { what, bytes: len };
+        if is_mapped(len) {
+            let ptr = map(len).ok_or(refused)?;
+            return Ok(Self { ptr, base: ptr, len });
+        }
         let Some(layout) = Self::layout(len) else { return Err(refused) };
         // SAFETY: the layout has a non-zero size (checked above).
         let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { return Err(refused) };
         // SAFETY: the offset is below ALIGN, and the layout holds `len + ALIGN` bytes.
         let ptr = unsafe { base.add(base.as_ptr().align_offset(ALIGN)) };
-        prefer_huge_pages(ptr, len);
         Ok(Self { ptr, base, len })
     }
 
@@ -150,30 +153,56 @@ impl AlignedBuf {
     }
 }
 
-/// Asks for 2 MiB pages. Keys and values are scattered, and each 4 KiB page of them costs a walk of the page tables,
-/// which is slowest under a hypervisor. Memory is then touched 2 MiB at a time, and neighboring buffers share such a
-/// page. If the system refuses, only speed is lost.
-#[cfg(target_os = "linux")]
-fn prefer_huge_pages(start: NonNull<u8>, len: usize) {
-    /// Smaller buffers gain nothing.
-    const WORTHWHILE: usize = 1 << 20;
-    const PAGE: usize = 4096;
-    if len >= WORTHWHILE {
-        let past_page = start.addr().get() % PAGE;
-        let first = start.as_ptr().wrapping_sub(past_page).cast();
-        // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
-        unsafe { libc::madvise(first, past_page + len, libc::MADV_HUGEPAGE) };
-    }
+/// True for buffers that are mapped, each in pages of its own.
+///
+/// An allocator writes its notes next to a buffer. Each note touches memory before [`map`]'s advice, and Linux never joins
+/// mappings that were touched apart: buffers below 2 MiB would then have no page of that size.
+const fn is_mapped(len: usize) -> bool {
+    cfg!(target_os = "linux") && len >= 64 << 10
 }
 
-/// Other systems choose page sizes themselves.
+/// Maps zeroed memory and asks for pages of 2 MiB, which neighboring buffers share. With pages of 4 KiB, each costs a walk
+/// of the page tables, which is slowest under a hypervisor. If the system refuses large pages, only speed is lost. `None`
+/// if there is no memory.
+#[cfg(target_os = "linux")]
+fn map(len: usize) -> Option<NonNull<u8>> {
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping at an address that the system chooses.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
+    if start == libc::MAP_FAILED {
+        return None;
+    }
+    // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
+    unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
+    NonNull::new(start.cast())
+}
+
 #[cfg(not(target_os = "linux"))]
-fn prefer_huge_pages(_: NonNull<u8>, _: usize) {}
+fn map(_: usize) -> Option<NonNull<u8>> {
+    None
+}
+
+/// Frees a mapping.
+///
+/// # Safety
+/// `map(len)` has returned `start`, and nothing refers to the memory any more.
+#[cfg(target_os = "linux")]
+unsafe fn unmap(start: NonNull<u8>, len: usize) {
+    // SAFETY: as the caller promises.
+    unsafe { libc::munmap(start.as_ptr().cast(), len) };
+}
+
+#[cfg(not(target_os = "linux"))]
+unsafe fn unmap(_: NonNull<u8>, _: usize) {}
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
         if self.len == 0 {
             return;
+        }
+        if is_mapped(self.len) {
+            // SAFETY: a buffer of this length is from `map`, and it is dropped once.
+            return unsafe { unmap(self.base, self.len) };
         }
         let layout = Self::layout(self.len).expect("the layout was valid when allocated");
         // SAFETY: `base` came from `alloc_zeroed` with this very layout and is freed once.

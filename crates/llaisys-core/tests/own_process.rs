@@ -123,3 +123,26 @@ fn large_buffer_is_not_resident_until_written() {
     buf.as_mut_slice::<u8>()[..128 << 20].fill(1);
     assert!(resident().saturating_sub(before) > 100 << 20);
 }
+
+/// Pages of 2 MiB need one mapping. Linux joins neighbors only if none was touched before the others had the same advice.
+#[test]
+#[cfg(target_os = "linux")]
+fn neighboring_buffers_share_a_mapping() {
+    const N: usize = 64;
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let touched = |_| {
+        let mut buf = AlignedBuf::zeroed("test", 3 << 19).unwrap();
+        buf.as_mut_slice::<u8>()[0] = 1;
+        buf
+    };
+    let bufs: Vec<AlignedBuf> = (0..N).map(touched).collect();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let number = |hex: &str| usize::from_str_radix(hex, 16).unwrap();
+    let n_mappings = maps
+        .lines()
+        .filter_map(|line| line.split(' ').next()?.split_once('-'))
+        .map(|(start, end)| number(start)..number(end))
+        .filter(|mapping| bufs.iter().any(|buf| mapping.contains(&buf.as_slice::<u8>().as_ptr().addr())))
+        .count();
+    assert!(n_mappings < N / 4, "{n_mappings} mappings for {N} buffers");
+}

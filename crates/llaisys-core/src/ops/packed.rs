@@ -46,6 +46,7 @@
 
 mod fill;
 mod pages;
+mod q8_0_copy;
 mod read;
 
 pub(crate) use read::{read_block, read_unit};
@@ -317,7 +318,6 @@ impl PackedMatrix {
     pub fn zeroed(format: PackedFormat, n_rows: usize, n_columns: usize) -> Result<Self, DeviceError> {
         assert!(Self::can_pack(format, n_columns), "{format:?} cannot store rows of {n_columns}");
         let panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
-        pages::expect_huge_pages(&panels);
         Ok(Self { format, n_rows, n_columns, panels })
     }
 

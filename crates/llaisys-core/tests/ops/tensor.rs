@@ -4,7 +4,7 @@ use llaisys_core::tensor::{ALIGN, AlignedBuf};
 
 #[test]
 fn every_length_is_aligned_and_zero() {
-    for len in [1, 3, 4, 63, 64, 65, 4096, 100_001] {
+    for len in [1, 3, 4, 63, 64, 65, 4096, 65_535, 65_536, 100_001] {
         let mut buf = AlignedBuf::zeroed("test", len).expect("small");
         assert_eq!(buf.len(), len);
         assert_eq!(buf.as_slice::<u8>().as_ptr().align_offset(ALIGN), 0);

@@ -1,11 +1,8 @@
 //! Packing of stored rows into panels.
 
-use super::pages::{expect_huge_pages, use_huge_pages};
-use super::read::read_plain;
 use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::dtype::DType;
-use crate::error::DeviceError;
-use crate::quant::quantize::{QuantizedRow, Quantizer, quantize_q8_0, round_q8_0};
+use crate::quant::quantize::{QuantizedRow, Quantizer, quantize_q8_0};
 use crate::quant::{BLOCK_LEN, Block, LOW_NIBBLES, dequantize_row, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
@@ -222,7 +219,7 @@ fn byte_lines(words: [u32; 8]) -> [u32; 8] {
 
 /// Writes group `g` of column `c` of a panel.
 #[inline(always)]
-fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: &Block) {
+pub(super) fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: &Block) {
     let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
     let (header, integers) = group.split_at_mut(format.header_bytes());
     if format.has_exponents() {
@@ -305,53 +302,7 @@ pub(super) const fn digit_place(low: usize, bits: usize, c: usize, i: usize) -> 
     ((low + k / per_byte) * LINE + c * 4 + i % 4, k % per_byte * bits)
 }
 
-/// See [`PackedMatrix::to_q8_0`].
-type GroupCallback<'a, T> = dyn Fn(&mut T, usize, &[f32; BLOCK_LEN], &[f32; BLOCK_LEN]) + Sync + 'a;
-
 impl PackedMatrix {
-    /// Returns a copy in Q8_0, computed by panels in parallel: each group of 32 is rounded to nearest with the scale
-    /// that covers its largest magnitude.
-    ///
-    /// Calls `on_group(of_panel, c, group, copied)` for each group of each row, in order, with the group, its copy, the
-    /// entry of its panel in `of_panels`, and its column `c` in the panel. Values that are not finite, or too large for
-    /// the scale, have unspecified copies.
-    ///
-    /// Errors: [`DeviceError::Allocation`]. Panics if the matrix is grouped, [`Self::can_pack`] is false, or `of_panels`
-    /// has another length than the number of panels.
-    pub(crate) fn to_q8_0<T: Send>(
-        &self,
-        pool: &Pool,
-        of_panels: &mut [T],
-        on_group: &GroupCallback<'_, T>,
-    ) -> Result<Self, DeviceError> {
-        let (format, n_rows, n_columns) = (PackedFormat::Q8_0, self.n_rows, self.n_columns);
-        assert!(
-            Self::can_pack(format, n_columns) && of_panels.len() == self.n_panels(),
-            "rows of {n_columns}"
-        );
-        let mut panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
-        expect_huge_pages(&panels);
-        let bytes = panels.as_mut_slice::<u8>().chunks_exact_mut(format.panel_bytes(n_columns));
-        let mut jobs: Vec<(&mut [u8], &mut T)> = bytes.zip(of_panels).collect();
-        pool.run_chunks_dynamic(&mut jobs, 1, &|p, job| {
-            for (panel, of_panel) in job {
-                let own = &self.panels_from(p)[..self.panel_bytes()];
-                for (g, lines) in own.chunks_exact(self.format.panel_bytes(BLOCK_LEN)).enumerate() {
-                    for c in 0..PANEL.min(n_rows - p * PANEL) {
-                        let (mut group, mut copied) = ([0.0; BLOCK_LEN], [0.0; BLOCK_LEN]);
-                        read_plain(self.format, lines, c, &mut group);
-                        let block = round_q8_0(&group);
-                        put_block(format, panel, g, c, &block);
-                        copied.iter_mut().enumerate().for_each(|(i, value)| *value = block.value(i));
-                        on_group(of_panel, c, &group, &copied);
-                    }
-                }
-            }
-        });
-        use_huge_pages(&panels);
-        Ok(Self { format, n_rows, n_columns, panels })
-    }
-
     /// Overwrites rows (outputs) `rows`, in order. `values` is `[rows.len(), n_columns]`, rounded to the matrix's
     /// format.
     ///

@@ -2,8 +2,8 @@
 //!
 //! A decode step reads every weight once, so each 4 KiB page costs a walk of the page tables, which is slowest under a
 //! hypervisor. With 2 MiB pages the products of SmolLM2 took 2.0 ms instead of 2.8 (Zen 4, 2 cores, nested paging).
-//! Matrices are often smaller than 2 MiB, but allocators place them next to each other. The kernel collapses a block
-//! when all its pages are mapped, whichever buffers they belong to. Only the speed changes.
+//! Most blocks of 2 MiB get such a page when they are first written (`AlignedBuf`). The others are collapsed afterwards,
+//! whichever buffers they belong to. Only the speed changes.
 
 #![allow(unsafe_code, reason = "advises the system about pages")]
 
@@ -11,23 +11,6 @@ use crate::tensor::AlignedBuf;
 
 #[cfg(target_os = "linux")]
 const HUGE: usize = 2 << 20;
-
-/// Asks the system to give a new buffer pages of 2 MiB when they are first written, alone or with the buffers next to
-/// it. Otherwise [`use_huge_pages`] would copy all of it. If the system refuses, nothing changes.
-#[cfg(target_os = "linux")]
-pub(crate) fn expect_huge_pages(buf: &AlignedBuf) {
-    const PAGE: usize = 4 << 10;
-    /// Smaller buffers are not worth a call.
-    const WORTHWHILE: usize = 64 << 10;
-    if buf.len() < WORTHWHILE {
-        return;
-    }
-    // Whole pages, so that the system can join neighboring buffers to one mapping.
-    let start = buf.as_slice::<u8>().as_ptr().addr();
-    let (first, end) = (start / PAGE * PAGE, (start + buf.len()).next_multiple_of(PAGE));
-    // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
-    unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(first), end - first, libc::MADV_HUGEPAGE) };
-}
 
 /// Asks the system to back each 2 MiB block that `buf` touches with one page. If the system refuses (an old kernel,
 /// a block that extends beyond mapped memory, no free page), nothing changes.
@@ -45,7 +28,3 @@ pub(crate) fn use_huge_pages(buf: &AlignedBuf) {
 /// Other systems choose page sizes themselves.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn use_huge_pages(_: &AlignedBuf) {}
-
-/// Other systems choose page sizes themselves.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn expect_huge_pages(_: &AlignedBuf) {}
