@@ -108,13 +108,13 @@ fn quantized_rows_read_back() {
     }
 }
 
-/// Weights of every plain type are packed as `quant::quantize` quantizes their values.
+/// Weights of every plain type, and of Fp8, are packed as `quant::quantize` quantizes their values.
 #[test]
 fn plain_weights_are_quantized_while_packed() {
     let pool = pool();
     for format in PackedFormat::ALL {
         let Some(grid) = format.grid() else { continue };
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for dtype in [DType::F32, DType::F16, DType::BF16, DType::Fp8] {
             let stored = Stored::random(&mut Rng(8), dtype, 33, 96);
             let matrix = stored.pack(&pool, format);
             let mut fitted = QuantizedRow::default();

@@ -64,14 +64,13 @@ pub(super) fn fill(
             },
         ),
         _ => pool.run_chunks_dynamic(&mut panels.as_mut_slice::<u8>()[bytes], n_bytes, &|p, panel| {
-            let mut quantizer = format.grid().map(|grid| Quantizer::new(grid, n_columns));
+            if let Some(grid) = format.grid() {
+                let mut quantizer = Quantizer::new(grid, n_columns);
+                return rows(p).for_each(|(c, row)| put_quantized(format, panel, c, quantizer.quantize(row)));
+            }
             let (stored, plain): (Vec<_>, Vec<_>) = rows(p).partition(|(_, row)| row.dtype.is_quantized());
             put_stored_blocks(format, n_columns, panel, &stored);
             for (c, row) in plain {
-                if let Some(quantizer) = &mut quantizer {
-                    put_quantized(format, panel, c, quantizer.quantize(row));
-                    continue;
-                }
                 assert_eq!(format, PackedFormat::Q8_0, "a grouped format accepts its own block types only");
                 let mut values = vec![0.0; n_columns];
                 dequantize_row(row, &mut values);
