@@ -5,7 +5,7 @@ use crate::arch::encoder::{EncoderTask, HeadRule, PositionRule};
 use crate::arch::rope::RopeConfig;
 use crate::dtype::ComputeMode;
 use crate::error::Result;
-use crate::forward::weights::Projection;
+use crate::forward::weights::{PIECE_BYTES, Projection, pieces, rows_at_once};
 use crate::load::encoder::EncoderCheckpoint;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::ops::{gate_up_row, gate_up_rows};
@@ -14,8 +14,6 @@ use crate::tensor::RowView;
 use crate::threads::Pool;
 use std::ops::Range;
 
-/// Bytes of a matrix that are read at a time.
-const PIECE_BYTES: usize = 16 << 20;
 const F32: Option<PackedFormat> = Some(PackedFormat::F32);
 
 impl Encoder {
@@ -133,11 +131,10 @@ impl Packer<'_> {
         let (dtype, [n_rows, n_columns]) = self.checkpoint.shape(&name);
         let rows = rows.start..rows.end.min(n_rows);
         let row_bytes = dtype.bytes_of(n_columns).expect("rows are whole blocks");
-        let at_once = (PIECE_BYTES / (row_bytes * PANEL)).max(1) * PANEL;
+        let at_once = rows_at_once(self.pool, PIECE_BYTES, row_bytes, PANEL);
         let mut matrix = PackedMatrix::zeroed(format, rows.len(), n_columns)?;
-        for start in (0..rows.len()).step_by(at_once) {
-            let piece = start..(start + at_once).min(rows.len());
-            let stored = rows.start + piece.start..rows.start + piece.end;
+        for piece in pieces(rows.len(), at_once) {
+            let (start, stored) = (piece.start, rows.start + piece.start..rows.start + piece.end);
             let tensor = self.checkpoint.read(&name, stored, &mut self.buffer, self.pool)?;
             let view = tensor.view();
             matrix.fill(self.pool, piece, &|n| view.row(n - start));

@@ -29,7 +29,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 /// Bytes of a piece for each thread: they are still in its second-level cache when they are packed.
-const PIECE_BYTES: usize = 512 << 10;
+pub(crate) const PIECE_BYTES: usize = 512 << 10;
 
 /// Settings of packing.
 #[derive(Debug, Clone, Copy)]
@@ -413,8 +413,7 @@ impl Packer<'_> {
         };
         let group = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
         let row_bytes = source.dtype.bytes_of(source.n_columns).unwrap_or(1);
-        let n_bytes = self.piece_bytes.saturating_mul(self.pool.n_threads());
-        (n_bytes / (row_bytes * group)).max(1) * group
+        rows_at_once(self.pool, self.piece_bytes, row_bytes, group)
     }
 
     /// Reads stored rows of `source`. Errors: as [`Checkpoint::read`] and [`check_finite`].
@@ -433,7 +432,13 @@ impl Packer<'_> {
     }
 }
 
+/// Returns the number of rows in a piece of `piece_bytes` for each thread: whole groups of `group` rows, at least one.
+pub(crate) fn rows_at_once(pool: &Pool, piece_bytes: usize, row_bytes: usize, group: usize) -> usize {
+    let n_bytes = piece_bytes.saturating_mul(pool.n_threads());
+    (n_bytes / (row_bytes * group)).max(1) * group
+}
+
 /// Divides `0..n_rows` into ranges of `at_once`; the last one may be shorter.
-fn pieces(n_rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn pieces(n_rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
     (0..n_rows).step_by(at_once).map(move |start| start..(start + at_once).min(n_rows))
 }
