@@ -125,7 +125,7 @@ pub fn quantize_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
         let scale = f16::from_bits(whole.to_bits().saturating_add_signed(step)).to_f32();
         let assigned = assign(group, scale, 0.0, [-MAX, MAX]);
         if assigned.error < best.0 {
-            best = (assigned.error, Block::scaled(scale, 128, assigned.q.map(|q| (q + 128.0) as u8)));
+            best = (assigned.error, Block::scaled(scale, 128, assigned.q.map(|q| to_byte(q + 128.0))));
         }
     }
     best.1
@@ -204,7 +204,7 @@ fn quantize_symmetric(group: &[f32; BLOCK_LEN], bits: u32, unit: f32) -> Group {
     for scale in scales(whole, 4.0 / max, high.max(-low) / unit, max as u8) {
         let assigned = assign(group, unit * f32::from(scale), 0.0, [-max, max]);
         if assigned.error < best.0 {
-            let q = assigned.q.map(|q| (q + middle) as u8);
+            let q = assigned.q.map(|q| to_byte(q + middle));
             best = (assigned.error, Group { scale: scale as u8, zero: 0, q });
         }
     }
@@ -227,7 +227,7 @@ fn quantize_zero_point(group: &[f32; BLOCK_LEN], unit: f32) -> Group {
         for _ in 0..if may_move { 2 } else { 1 } {
             let assigned = assign(group, step, zero / ZERO_PARTS, [0.0, MAX_NIBBLE]);
             if assigned.error < best.0 {
-                let q = assigned.q.map(|q| q as u8);
+                let q = assigned.q.map(to_byte);
                 best = (assigned.error, Group { scale: scale as u8, zero: zero as u8, q });
             }
             zero = whole_zero(assigned.zero);

@@ -7,7 +7,6 @@ use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::error::DeviceError;
 use crate::quant::BLOCK_LEN;
 use crate::quant::quantize::round_q8_0;
-use crate::tensor::AlignedBuf;
 use crate::threads::Pool;
 
 /// See [`PackedMatrix::to_q8_0`].
@@ -30,12 +29,9 @@ impl PackedMatrix {
         on_group: &GroupCallback<'_, T>,
     ) -> Result<Self, DeviceError> {
         let (format, n_rows, n_columns) = (PackedFormat::Q8_0, self.n_rows, self.n_columns);
-        assert!(
-            Self::can_pack(format, n_columns) && of_panels.len() == self.n_panels(),
-            "rows of {n_columns}"
-        );
-        let mut panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
-        let bytes = panels.as_mut_slice::<u8>().chunks_exact_mut(format.panel_bytes(n_columns));
+        assert_eq!(of_panels.len(), self.n_panels(), "one entry for each panel");
+        let mut copy = Self::zeroed(format, n_rows, n_columns)?;
+        let bytes = copy.panels.as_mut_slice::<u8>().chunks_exact_mut(format.panel_bytes(n_columns));
         let mut jobs: Vec<(&mut [u8], &mut T)> = bytes.zip(of_panels).collect();
         pool.run_chunks_dynamic(&mut jobs, 1, &|p, job| {
             for (panel, of_panel) in job {
@@ -52,7 +48,7 @@ impl PackedMatrix {
                 }
             }
         });
-        use_huge_pages(&panels);
-        Ok(Self { format, n_rows, n_columns, panels })
+        use_huge_pages(&copy.panels);
+        Ok(copy)
     }
 }
