@@ -6,19 +6,28 @@ use super::isa::lanes::Lanes;
 use crate::tensor::Plain;
 use half::f16;
 
-/// The 32 bits that products work on: one f32, or two bf16 (`u16`).
+/// What products work on: numbers (`f32`), or pairs of bf16 (`u16`).
+///
+/// A vector of words is multiplied in [`KvWord::n_parts`] parts, the last one first. A pair is one part, its 32 bits, if
+/// the instruction set multiplies pairs. Otherwise it is two, each an f32.
 pub(super) trait KvWord {
     /// Numbers in a word.
     const PER_WORD: usize;
 
-    /// Rounds the first `n` of `words`, which are f32, to the words' type in place. They then fill the first
-    /// `n / PER_WORD` words (n even).
-    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize);
-    /// `acc + a * b` for each number of the words.
+    /// Parts of a word: 1 or `PER_WORD`.
+    fn n_parts<L: Lanes>() -> usize;
+    /// Rounds the first `n` of `row`, which are f32, to the words' type in place (n even). Pairs of one part then fill the
+    /// first half.
+    fn round<L: Lanes>(lanes: L, row: &mut [f32], n: usize);
+    /// Part `part` of word `i` of a rounded row.
+    fn part<L: Lanes>(row: &[f32], i: usize, part: usize) -> f32;
+    /// Number `j` of a rounded row.
+    fn number<L: Lanes>(row: &[f32], j: usize) -> f32;
+    /// Writes the parts of `words`, each `stride` after the one before.
+    fn store<L: Lanes>(lanes: L, words: L::F, out: &mut [f32], stride: usize);
+    /// `acc + a * b` for each number of the parts.
     fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F;
-    /// Number `j` of rounded `words`.
-    fn number(words: &[f32], j: usize) -> f32;
-    /// Number `which` of each word, as f32.
+    /// Number `which` of each word that is one part, as f32.
     fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F;
 }
 
@@ -26,16 +35,31 @@ impl KvWord for f32 {
     const PER_WORD: usize = 1;
 
     #[inline(always)]
-    fn round<L: Lanes>(_lanes: L, _words: &mut [f32], _n: usize) {}
+    fn n_parts<L: Lanes>() -> usize {
+        1
+    }
+
+    #[inline(always)]
+    fn round<L: Lanes>(_lanes: L, _row: &mut [f32], _n: usize) {}
+
+    #[inline(always)]
+    fn part<L: Lanes>(row: &[f32], i: usize, _part: usize) -> f32 {
+        row[i]
+    }
+
+    #[inline(always)]
+    fn number<L: Lanes>(row: &[f32], j: usize) -> f32 {
+        row[j]
+    }
+
+    #[inline(always)]
+    fn store<L: Lanes>(lanes: L, words: L::F, out: &mut [f32], _stride: usize) {
+        lanes.store(words, out);
+    }
 
     #[inline(always)]
     fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
         lanes.mul_add(a, b, acc)
-    }
-
-    #[inline(always)]
-    fn number(words: &[f32], j: usize) -> f32 {
-        words[j]
     }
 
     #[inline(always)]
@@ -48,23 +72,52 @@ impl KvWord for u16 {
     const PER_WORD: usize = 2;
 
     #[inline(always)]
-    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize) {
+    fn n_parts<L: Lanes>() -> usize {
+        if const { L::DOTS_PAIRS } { 1 } else { 2 }
+    }
+
+    #[inline(always)]
+    fn round<L: Lanes>(lanes: L, row: &mut [f32], n: usize) {
+        if const { !L::DOTS_PAIRS } {
+            for part in row[..n].chunks_mut(L::N) {
+                lanes.store_first(lanes.round_bf16(lanes.load_first(part)), part);
+            }
+            return;
+        }
         for at in (0..n).step_by(L::N) {
             // A number is 2 bytes after it is rounded and 4 bytes before, so no write passes the reads.
-            let numbers = lanes.load_first(&words[at..n]);
-            lanes.store_bf16_first(numbers, &mut halves(words)[at..n]);
+            let numbers = lanes.load_first(&row[at..n]);
+            lanes.store_bf16_first(numbers, &mut halves(row)[at..n]);
         }
     }
 
     #[inline(always)]
-    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
-        lanes.dot_pairs(a, b, acc)
+    fn part<L: Lanes>(row: &[f32], i: usize, part: usize) -> f32 {
+        if const { L::DOTS_PAIRS } { row[i] } else { row[2 * i + part] }
     }
 
     #[inline(always)]
-    fn number(words: &[f32], j: usize) -> f32 {
-        let bits = words[j / 2].to_bits();
+    fn number<L: Lanes>(row: &[f32], j: usize) -> f32 {
+        if const { !L::DOTS_PAIRS } {
+            return row[j];
+        }
+        let bits = row[j / 2].to_bits();
         f32::from_bits(if j.is_multiple_of(2) { bits << 16 } else { bits & 0xffff_0000 })
+    }
+
+    #[inline(always)]
+    fn store<L: Lanes>(lanes: L, words: L::F, out: &mut [f32], stride: usize) {
+        if const { L::DOTS_PAIRS } {
+            return lanes.store(words, out);
+        }
+        let (even, odd) = lanes.split_pairs(words);
+        lanes.store(even, out);
+        lanes.store(odd, &mut out[stride..]);
+    }
+
+    #[inline(always)]
+    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
+        if const { L::DOTS_PAIRS } { lanes.dot_pairs(a, b, acc) } else { lanes.mul_add(a, b, acc) }
     }
 
     #[inline(always)]
@@ -90,10 +143,18 @@ pub(super) trait KvElement: Plain + Send + Sync {
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// Loads the first `min(N, len / PER_WORD)` words, then zeros.
     fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// The words whose elements are the first `min(N, len)` of each of `PER_WORD` rows.
-    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F;
+    /// Part `part` of the words whose numbers are the first `min(N, len)` elements of each of `PER_WORD` rows.
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2], part: usize) -> L::F;
+
     /// The first `2 N` elements of each row as two vectors of [`KvElement::zip_first`].
-    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2];
+    #[inline(always)]
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2], part: usize) -> [L::F; 2] {
+        let [first, last] = rows;
+        [
+            Self::zip_first(lanes, [&first[..L::N], &last[..L::N]], part),
+            Self::zip_first(lanes, [&first[L::N..2 * L::N], &last[L::N..2 * L::N]], part),
+        ]
+    }
 
     /// The factor of the elements of a head; `head` includes its scale.
     #[inline(always)]
@@ -148,13 +209,8 @@ impl KvElement for f32 {
     }
 
     #[inline(always)]
-    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2], _part: usize) -> L::F {
         lanes.load_first(rows[0])
-    }
-
-    #[inline(always)]
-    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        [lanes.load(rows[0]), lanes.load(&rows[0][L::N..])]
     }
 }
 
@@ -182,13 +238,8 @@ impl KvElement for f16 {
     }
 
     #[inline(always)]
-    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2], _part: usize) -> L::F {
         lanes.load_f16_first(rows[0])
-    }
-
-    #[inline(always)]
-    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        [lanes.load_f16_first(&rows[0][..L::N]), lanes.load_f16_first(&rows[0][L::N..2 * L::N])]
     }
 }
 
@@ -216,13 +267,21 @@ impl KvElement for u16 {
     }
 
     #[inline(always)]
-    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
-        lanes.zip_pairs_first(rows[0], rows[1])
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2], part: usize) -> L::F {
+        if const { L::DOTS_PAIRS } {
+            lanes.zip_pairs_first(rows[0], rows[1])
+        } else {
+            lanes.load_bf16_first(rows[part])
+        }
     }
 
     #[inline(always)]
-    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        lanes.zip_pairs(rows[0], rows[1])
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2], part: usize) -> [L::F; 2] {
+        if const { L::DOTS_PAIRS } {
+            lanes.zip_pairs(rows[0], rows[1])
+        } else {
+            [lanes.load_bf16(rows[part]), lanes.load_bf16(&rows[part][L::N..])]
+        }
     }
 }
 
@@ -251,18 +310,12 @@ impl KvElement for i8 {
     }
 
     #[inline(always)]
-    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
-        let (low, high) = (lanes.load_i8_first(rows[0]), lanes.load_i8_first(rows[1]));
-        lanes.pair(low, high)
-    }
-
-    #[inline(always)]
-    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
-        let [first, second] = rows;
-        [
-            Self::zip_first(lanes, [&first[..L::N], &second[..L::N]]),
-            Self::zip_first(lanes, [&first[L::N..2 * L::N], &second[L::N..2 * L::N]]),
-        ]
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2], part: usize) -> L::F {
+        if const { L::DOTS_PAIRS } {
+            lanes.pair(lanes.load_i8_first(rows[0]), lanes.load_i8_first(rows[1]))
+        } else {
+            lanes.load_i8_first(rows[part])
+        }
     }
 
     #[inline(always)]

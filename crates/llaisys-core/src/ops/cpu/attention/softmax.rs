@@ -40,6 +40,9 @@ pub(super) fn finish<L: Lanes>(lanes: L, softmax: Softmax<'_>, sink: Option<f32>
 /// The lanes of vector `v` that are in `seen` from `x`, the other lanes from `other`.
 #[inline(always)]
 fn keep<L: Lanes>(lanes: L, x: L::F, seen: &Range<usize>, v: usize, other: L::F) -> L::F {
+    if seen.start <= v * L::N && (v + 1) * L::N <= seen.end {
+        return x;
+    }
     let x = lanes.keep_first(x, seen.end - v * L::N, other);
     if seen.start > v * L::N { lanes.keep_first(other, seen.start - v * L::N, x) } else { x }
 }

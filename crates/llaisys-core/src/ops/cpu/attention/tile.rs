@@ -27,9 +27,10 @@ impl<const R: usize, T: Tile> Kernel for OfRows<R, T> {
 }
 
 /// Height of the tiles into which `n_rows` rows are cut. If they fit in one tall tile, what they read is read once.
+/// Otherwise the tiles are of almost the same height: one of few rows takes almost as long.
 #[inline(always)]
 pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
-    if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::MANY_ROWS }
+    if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { n_rows.div_ceil(n_rows.div_ceil(L::MANY_ROWS)) }
 }
 
 /// Computes a tile of `n_rows <= L::TALL_ROWS` rows, in a function of its own. The guards are constants, so that no code
@@ -49,12 +50,12 @@ pub(super) fn run<L: Lanes, T: Tile>(lanes: L, n_rows: usize, tile: T) {
     }
 }
 
-/// Scores of some rows for up to `4 N` keys. A word (`W`) has one number or two.
+/// Scores of some rows for up to `4 N` keys, multiplied as words of type `W`.
 pub(super) struct Scores<'a, W> {
     pub(super) word: PhantomData<W>,
-    /// `[R][d]`; the words of a row come first.
+    /// `[R][d]`, rounded by [`KvWord::round`].
     pub(super) queries: &'a [f32],
-    /// `[word of d][4 N]`
+    /// `[word of d][part][4 N]`
     pub(super) keys: &'a [f32],
     /// Vectors of keys to score.
     pub(super) n_vectors: usize,
@@ -91,17 +92,20 @@ impl<W: KvWord> Scores<'_, W> {
         for r in 0..R {
             queries[r] = &self.queries[r * d..][..d];
         }
-        let keys = self.keys.chunks_exact(TILE_VECTORS * L::N);
-        for (i, line) in (0..d / W::PER_WORD).zip(keys) {
-            let line = &line[first * L::N..];
-            let mut keys = [lanes.splat(0.0); C];
-            for c in 0..C {
-                keys[c] = lanes.load(&line[c * L::N..]);
-            }
-            for r in 0..R {
-                let q = lanes.splat(queries[r][i]);
+        let (n_parts, line_len) = (W::n_parts::<L>(), TILE_VECTORS * L::N);
+        let words = self.keys.chunks_exact(n_parts * line_len);
+        for (i, word) in (0..d / W::PER_WORD).zip(words) {
+            for part in (0..n_parts).rev() {
+                let line = &word[part * line_len + first * L::N..];
+                let mut keys = [lanes.splat(0.0); C];
                 for c in 0..C {
-                    sums[r][c] = W::dot(lanes, q, keys[c], sums[r][c]);
+                    keys[c] = lanes.load(&line[c * L::N..]);
+                }
+                for r in 0..R {
+                    let q = lanes.splat(W::part::<L>(queries[r], i, part));
+                    for c in 0..C {
+                        sums[r][c] = W::dot(lanes, q, keys[c], sums[r][c]);
+                    }
                 }
             }
         }
@@ -120,15 +124,16 @@ pub(super) trait Values {
     type Word: KvWord;
     /// Elements of a value.
     fn d(&self) -> usize;
-    /// Words of the cells from `PER_WORD * step` on: the first `N` from dimension `at` on, or as many as there are.
-    fn words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> L::F;
+    /// A part of the words of the cells from `PER_WORD * step` on: the first `N` from dimension `at` on, or as many as
+    /// there are. `place`: the step and the part.
+    fn words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> L::F;
     /// The first `2 N` words, as [`Values::words`].
-    fn two_words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
+    fn two_words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> [L::F; 2];
     /// Cell `j` as numbers, from dimension `at` on.
     fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F;
 }
 
-/// Values that were packed into words: `[step][d padded]`.
+/// Values that were packed into words: `[step][part][d padded]`.
 pub(super) struct Packed<'a, W> {
     pub(super) values: &'a [f32],
     pub(super) padded: usize,
@@ -145,20 +150,24 @@ impl<W: KvWord> Values for Packed<'_, W> {
     }
 
     #[inline(always)]
-    fn words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> L::F {
-        lanes.load(&self.values[step * self.padded + at..])
+    fn words<L: Lanes>(&self, lanes: L, (step, part): (usize, usize), at: usize) -> L::F {
+        lanes.load(&self.values[(step * W::n_parts::<L>() + part) * self.padded + at..])
     }
 
     #[inline(always)]
-    fn two_words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
-        let words = &self.values[step * self.padded + at..][..2 * L::N];
+    fn two_words<L: Lanes>(&self, lanes: L, (step, part): (usize, usize), at: usize) -> [L::F; 2] {
+        let words = &self.values[(step * W::n_parts::<L>() + part) * self.padded + at..][..2 * L::N];
         [lanes.load(words), lanes.load(&words[L::N..])]
     }
 
     #[inline(always)]
     fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F {
-        let words = self.words(lanes, j / W::PER_WORD, at);
-        W::pick(lanes, words, j % W::PER_WORD)
+        let (step, which) = (j / W::PER_WORD, j % W::PER_WORD);
+        if W::n_parts::<L>() == W::PER_WORD {
+            self.words(lanes, (step, which), at)
+        } else {
+            W::pick(lanes, self.words(lanes, (step, 0), at), which)
+        }
     }
 }
 
@@ -166,12 +175,13 @@ impl<W: KvWord> Values for Packed<'_, W> {
 pub(super) struct Stored<'b, T>(pub(super) HeadRows<'b, T>);
 
 impl<'b, T: KvElement> Stored<'b, T> {
-    /// Elements `at..at + n` of the first and the last cell of a word.
+    /// Elements `at..at + n` of the first and the last cell of a word. Prefetches for the cells of the part.
     #[inline(always)]
-    fn rows<L: Lanes>(&self, lanes: L, step: usize, at: usize, n: usize) -> [&'b [T]; 2] {
+    fn rows<L: Lanes>(&self, lanes: L, (step, part): (usize, usize), at: usize, n: usize) -> [&'b [T]; 2] {
         let (first, last) = (step * T::Word::PER_WORD, (step + 1) * T::Word::PER_WORD - 1);
-        for i in first..=last {
-            self.0.fetch(lanes, i, at, n);
+        let per_part = T::Word::PER_WORD / T::Word::n_parts::<L>();
+        for i in 0..per_part {
+            self.0.fetch(lanes, first + part * per_part + i, at, n);
         }
         [&self.0.row(first)[at..at + n], &self.0.row(last)[at..at + n]]
     }
@@ -186,13 +196,13 @@ impl<T: KvElement> Values for Stored<'_, T> {
     }
 
     #[inline(always)]
-    fn words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> L::F {
-        T::zip_first(lanes, self.rows(lanes, step, at, L::N.min(self.0.d() - at)))
+    fn words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> L::F {
+        T::zip_first(lanes, self.rows(lanes, place, at, L::N.min(self.0.d() - at)), place.1)
     }
 
     #[inline(always)]
-    fn two_words<L: Lanes>(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
-        T::zip_two(lanes, self.rows(lanes, step, at, 2 * L::N))
+    fn two_words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> [L::F; 2] {
+        T::zip_two(lanes, self.rows(lanes, place, at, 2 * L::N), place.1)
     }
 
     #[inline(always)]
@@ -250,18 +260,20 @@ impl<V: Values> Weighted<'_, V> {
             self.one_cell(lanes, weights, (j, at), &mut sums);
         }
         for step in steps.clone() {
-            let mut values = [lanes.splat(0.0); C];
-            if C == 1 {
-                values[0] = self.values.words(lanes, step, at);
-            } else {
-                for (c, pair) in values.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                    *pair = self.values.two_words(lanes, step, at + 2 * c * L::N);
+            for part in (0..V::Word::n_parts::<L>()).rev() {
+                let mut values = [lanes.splat(0.0); C];
+                if C == 1 {
+                    values[0] = self.values.words(lanes, (step, part), at);
+                } else {
+                    for (c, pair) in values.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                        *pair = self.values.two_words(lanes, (step, part), at + 2 * c * L::N);
+                    }
                 }
-            }
-            for r in 0..R {
-                let weight = lanes.splat(weights[r][step]);
-                for c in 0..C {
-                    sums[r][c] = V::Word::dot(lanes, weight, values[c], sums[r][c]);
+                for r in 0..R {
+                    let weight = lanes.splat(V::Word::part::<L>(&weights[r], step, part));
+                    for c in 0..C {
+                        sums[r][c] = V::Word::dot(lanes, weight, values[c], sums[r][c]);
+                    }
                 }
             }
         }
@@ -286,7 +298,7 @@ impl<V: Values> Weighted<'_, V> {
             values[c] = self.values.cell(lanes, j, at + c * L::N);
         }
         for r in 0..R {
-            let weight = lanes.splat(V::Word::number(&weights[r], j));
+            let weight = lanes.splat(V::Word::number::<L>(&weights[r], j));
             for c in 0..C {
                 sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
             }
@@ -307,8 +319,8 @@ impl<V: Values> Weighted<'_, V> {
     }
 }
 
-/// Transposes the keys of `cells` of the block (at most `4 N`) to `[word of d][4 N]`, so that a vector is one word of N
-/// cells. Places of the last vector after the end of the block are unspecified.
+/// Transposes the keys of `cells` of the block (at most `4 N`) to `[word of d][part][4 N]`, so that a vector is one word
+/// of N cells, or a part of it. Places of the last vector after the end of the block are unspecified.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     lanes: L,
@@ -316,8 +328,9 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     cells: Range<usize>,
     out: &mut [f32],
 ) {
-    // Elements in N words, and the length of a line of the output.
+    // Elements in N words, and the lengths of a part and of a word of the output.
     let (step, line_len, d) = (L::N * T::Word::PER_WORD, TILE_VECTORS * L::N, keys.d());
+    let word_len = T::Word::n_parts::<L>() * line_len;
     for (c, first) in cells.step_by(L::N).enumerate() {
         let mut rows = [&[][..]; MAX_LANES];
         for i in 0..L::N {
@@ -332,10 +345,9 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 keys.fetch(lanes, first + i, at, step);
             }
             let tile = lanes.transpose(tile);
-            let lines =
-                &mut out[at / T::Word::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
+            let words = &mut out[at / T::Word::PER_WORD * word_len..][..L::N * word_len];
             for i in 0..L::N {
-                lanes.store(tile[i], &mut lines[i * line_len..]);
+                T::Word::store(lanes, tile[i], &mut words[i * word_len + c * L::N..], line_len);
             }
             at += step;
         }
@@ -346,16 +358,16 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 keys.fetch(lanes, first + i, at, d - at);
             }
             let tile = lanes.transpose(tile);
-            let lines = out[at / T::Word::PER_WORD * line_len..].chunks_mut(line_len);
-            for (words, line) in tile.iter().zip(lines).take((d - at) / T::Word::PER_WORD) {
-                lanes.store(*words, &mut line[c * L::N..]);
+            let words = out[at / T::Word::PER_WORD * word_len..].chunks_mut(word_len);
+            for (tile, word) in tile.iter().zip(words).take((d - at) / T::Word::PER_WORD) {
+                T::Word::store(lanes, *tile, &mut word[c * L::N..], line_len);
             }
         }
     }
 }
 
-/// Packs the values of the block's first `n` cells into words, `[step][d padded]`. A missing cell of the last word
-/// repeats the one before.
+/// Packs the values of the block's first `n` cells into words, `[step][part][d padded]`. A missing cell of the last
+/// word repeats the one before.
 #[inline(always)]
 pub(super) fn pack_values<L: Lanes, T: KvElement>(
     lanes: L,
@@ -363,14 +375,16 @@ pub(super) fn pack_values<L: Lanes, T: KvElement>(
     n: usize,
     out: &mut [f32],
 ) {
-    let padded = values.d().next_multiple_of(L::N);
-    for (first, out) in (0..n).step_by(T::Word::PER_WORD).zip(out.chunks_exact_mut(padded)) {
+    let (padded, n_parts) = (values.d().next_multiple_of(L::N), T::Word::n_parts::<L>());
+    for (first, out) in (0..n).step_by(T::Word::PER_WORD).zip(out.chunks_exact_mut(n_parts * padded)) {
         let rows = [values.row(first), values.row((first + T::Word::PER_WORD).min(n) - 1)];
         for i in first..first + T::Word::PER_WORD {
             values.fetch(lanes, i, 0, values.d());
         }
-        for (i, out) in out.chunks_exact_mut(L::N).enumerate() {
-            lanes.store(T::zip_first(lanes, [&rows[0][i * L::N..], &rows[1][i * L::N..]]), out);
+        for (part, out) in out.chunks_exact_mut(padded).enumerate() {
+            for (i, out) in out.chunks_exact_mut(L::N).enumerate() {
+                lanes.store(T::zip_first(lanes, [&rows[0][i * L::N..], &rows[1][i * L::N..]], part), out);
+            }
         }
     }
 }

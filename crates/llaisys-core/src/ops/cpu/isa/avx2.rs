@@ -48,11 +48,20 @@ fn first<T: Copy + Default, const M: usize>(x: &[T]) -> [T; M] {
     first
 }
 
+/// Writes the first `min(N, len)` elements. A copy of constant length is a store, any other a call.
+#[inline(always)]
+fn store_array<T: Copy>(x: [T; N], out: &mut [T]) {
+    match out.first_chunk_mut() {
+        Some(out) => *out = x,
+        None => out.copy_from_slice(&x[..out.len()]),
+    }
+}
+
 impl Lanes for Avx2 {
     type F = __m256;
     const N: usize = N;
     const TILE_ROWS: usize = 2;
-    const TALL_ROWS: usize = 4;
+    const TALL_ROWS: usize = 6;
     const MANY_ROWS: usize = Self::TALL_ROWS;
 
     #[inline(always)]
@@ -125,9 +134,8 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn store_bf16_first(self, v: __m256, out: &mut [u16]) {
-        let mut rounded = [0_u16; N];
-        // SAFETY: `rounded` has 8 elements of 16 bits; `self` proves the features.
+    fn round_bf16(self, v: __m256) -> __m256 {
+        // SAFETY: `self` proves the features.
         unsafe {
             // Add just below one half, plus the last kept bit, to round to even. NaN gets its quiet bit instead.
             let bits = _mm256_castps_si256(v);
@@ -135,12 +143,21 @@ impl Lanes for Avx2 {
             let sum = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
             let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
             let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
-            let high = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(sum, quiet, nan));
+            let rounded = _mm256_blendv_epi8(sum, quiet, nan);
+            _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(0xffff_0000_u32 as i32)))
+        }
+    }
+
+    #[inline(always)]
+    fn store_bf16_first(self, v: __m256, out: &mut [u16]) {
+        let mut rounded = [0_u16; N];
+        // SAFETY: `rounded` has 8 elements of 16 bits; `self` proves the features.
+        unsafe {
+            let high = _mm256_srli_epi32::<16>(_mm256_castps_si256(self.round_bf16(v)));
             let (low, upper) = (_mm256_castsi256_si128(high), _mm256_extracti128_si256::<1>(high));
             _mm_storeu_si128(rounded.as_mut_ptr().cast(), _mm_packus_epi32(low, upper));
         }
-        let n = out.len().min(N);
-        out[..n].copy_from_slice(&rounded[..n]);
+        store_array(rounded, out);
     }
 
     #[inline(always)]
@@ -153,16 +170,6 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn load_pairs_first(self, x: &[u16]) -> __m256 {
         if x.len() >= 2 * N { self.load_pairs(x) } else { self.load_pairs(&first::<_, { 2 * N }>(x)) }
-    }
-
-    #[inline(always)]
-    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> __m256 {
-        let (low, high) = (self.load_bf16_first(low), self.load_bf16_first(high));
-        // SAFETY: `self` proves the features.
-        unsafe {
-            let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(low));
-            _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_castps_si256(high)))
-        }
     }
 
     #[inline(always)]
@@ -205,8 +212,7 @@ impl Lanes for Avx2 {
             let bits = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
             _mm_storeu_si128(rounded.as_mut_ptr().cast(), bits);
         }
-        let n = out.len().min(N);
-        out[..n].copy_from_slice(&rounded[..n]);
+        store_array(rounded, out);
     }
 
     #[inline(always)]

@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
-use super::lanes::{Kernel, Lanes, MAX_LANES, split_dot_pairs};
+use super::lanes::{Kernel, Lanes, MAX_LANES};
 use super::{Avx512, Avx512Bf16};
 use half::f16;
 use std::arch::x86_64::*;
@@ -45,10 +45,14 @@ fn mask(n: usize) -> __mmask16 {
 
 /// The operations that differ between the two sets.
 pub(crate) trait Bf16Pairs: Copy {
+    /// [`Lanes::DOTS_PAIRS`]
+    const DOTS: bool = false;
     /// [`Lanes::enter`]
     fn enter<K: Kernel>(self, kernel: K);
     /// [`Lanes::dot_pairs`]
-    fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512;
+    fn dot(self, _a: __m512, _b: __m512, _acc: __m512) -> __m512 {
+        unreachable!("this instruction set does not multiply pairs")
+    }
     /// [`Lanes::load_i8_pairs`]
     fn widen(self, x: &[i8]) -> __m512;
 }
@@ -58,11 +62,6 @@ impl Bf16Pairs for Avx512 {
     fn enter<K: Kernel>(self, kernel: K) {
         // SAFETY: `self` exists only if `Avx512::detect` found every feature that `entry` is compiled for.
         unsafe { entry(self, kernel) }
-    }
-
-    #[inline(always)]
-    fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
-        split_dot_pairs(self, a, b, acc)
     }
 
     #[inline(always)]
@@ -79,6 +78,8 @@ impl Bf16Pairs for Avx512 {
 }
 
 impl Bf16Pairs for Avx512Bf16 {
+    const DOTS: bool = true;
+
     #[inline(always)]
     fn enter<K: Kernel>(self, kernel: K) {
         // SAFETY: `self` exists only if `Avx512Bf16::detect` found every feature that `entry_bf16` is compiled for.
@@ -115,6 +116,7 @@ impl<S: Bf16Pairs> Lanes for S {
     const N: usize = N;
     const TILE_ROWS: usize = 6;
     const TALL_ROWS: usize = 8;
+    const DOTS_PAIRS: bool = S::DOTS;
 
     #[inline(always)]
     fn enter<K: Kernel>(self, kernel: K) {
@@ -188,8 +190,8 @@ impl<S: Bf16Pairs> Lanes for S {
     }
 
     #[inline(always)]
-    fn store_bf16_first(self, v: __m512, out: &mut [u16]) {
-        // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
+    fn round_bf16(self, v: __m512) -> __m512 {
+        // SAFETY: `self` proves the features.
         unsafe {
             // Add just below one half, plus the last kept bit, to round to even. NaN gets its quiet bit instead.
             // (vcvtneps2bf16 would flush denormals, which the other instruction sets keep.)
@@ -198,7 +200,16 @@ impl<S: Bf16Pairs> Lanes for S {
             let sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
             let all = _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000));
-            let high = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(all));
+            _mm512_castsi512_ps(_mm512_and_si512(all, _mm512_set1_epi32(0xffff_0000_u32 as i32)))
+        }
+    }
+
+    #[inline(always)]
+    fn store_bf16_first(self, v: __m512, out: &mut [u16]) {
+        // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
+        unsafe {
+            let rounded = _mm512_castps_si512(self.round_bf16(v));
+            let high = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded));
             if out.len() >= N {
                 return _mm256_storeu_si256(out.as_mut_ptr().cast(), high);
             }

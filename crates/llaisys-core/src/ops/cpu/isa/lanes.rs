@@ -26,6 +26,8 @@ pub(crate) trait Lanes: Copy {
     const TALL_ROWS: usize;
     /// Rows of the tiles of more than `TALL_ROWS` rows: `TILE_ROWS` or `TALL_ROWS`.
     const MANY_ROWS: usize = Self::TILE_ROWS;
+    /// True if the set multiplies pairs of bf16 ([`Lanes::dot_pairs`]).
+    const DOTS_PAIRS: bool = false;
 
     /// Runs `kernel` as a function of its own, compiled for this instruction set. Large kernels call their parts this way:
     /// the compiler's time grows faster than the size of a function.
@@ -45,7 +47,9 @@ pub(crate) trait Lanes: Copy {
     fn load_bf16(self, x: &[u16]) -> Self::F;
     /// [`Lanes::load_first`] from bf16 bits.
     fn load_bf16_first(self, x: &[u16]) -> Self::F;
-    /// [`Lanes::store_first`] rounded to bf16: to nearest, ties to even; NaN stays NaN.
+    /// Rounds to bf16: to nearest, ties to even; NaN stays NaN.
+    fn round_bf16(self, v: Self::F) -> Self::F;
+    /// [`Lanes::store_first`] of [`Lanes::round_bf16`], as bf16 bits.
     fn store_bf16_first(self, v: Self::F, out: &mut [u16]);
     /// Loads `2 N` bf16 numbers as pairs, without conversion: lane `i` has elements `2i` (low half) and `2i + 1`.
     fn load_pairs(self, x: &[u16]) -> Self::F;
@@ -55,22 +59,18 @@ pub(crate) trait Lanes: Copy {
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F);
 
     /// Loads pairs of bf16 from two slices, without conversion. Lane `i` has element `i` of `low` in its low half and
-    /// of `high` in its high half; zeros follow the ends.
-    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F;
-    /// The first `2 N` elements of each slice as two vectors of [`Lanes::zip_pairs_first`].
-    #[inline(always)]
-    fn zip_pairs(self, low: &[u16], high: &[u16]) -> [Self::F; 2] {
-        let (low, high) = (&low[..2 * Self::N], &high[..2 * Self::N]);
-        [
-            self.zip_pairs_first(&low[..Self::N], &high[..Self::N]),
-            self.zip_pairs_first(&low[Self::N..], &high[Self::N..]),
-        ]
+    /// of `high` in its high half; zeros follow the ends. Only with [`Lanes::DOTS_PAIRS`].
+    fn zip_pairs_first(self, _low: &[u16], _high: &[u16]) -> Self::F {
+        unreachable!("this instruction set does not multiply pairs")
     }
-
-    /// `acc` plus the products of both elements of each pair of `a` and `b`, the odd ones first.
-    #[inline(always)]
-    fn dot_pairs(self, a: Self::F, b: Self::F, acc: Self::F) -> Self::F {
-        split_dot_pairs(self, a, b, acc)
+    /// The first `2 N` elements of each slice as two vectors of [`Lanes::zip_pairs_first`].
+    fn zip_pairs(self, _low: &[u16], _high: &[u16]) -> [Self::F; 2] {
+        unreachable!("this instruction set does not multiply pairs")
+    }
+    /// `acc` plus the products of both elements of each pair of `a` and `b`, the odd ones first. Only with
+    /// [`Lanes::DOTS_PAIRS`].
+    fn dot_pairs(self, _a: Self::F, _b: Self::F, _acc: Self::F) -> Self::F {
+        unreachable!("this instruction set does not multiply pairs")
     }
 
     /// Pairs of bf16 from numbers that bf16 represents exactly: `low` and `high` of each lane.
@@ -128,13 +128,6 @@ pub(crate) trait Lanes: Copy {
 pub(crate) trait Kernel {
     /// Runs the kernel.
     fn run<L: Lanes>(self, lanes: L);
-}
-
-/// [`Lanes::dot_pairs`] for sets without an instruction for it.
-#[inline(always)]
-pub(super) fn split_dot_pairs<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
-    let ((a_even, a_odd), (b_even, b_odd)) = (lanes.split_pairs(a), lanes.split_pairs(b));
-    lanes.mul_add(a_even, b_even, lanes.mul_add(a_odd, b_odd, acc))
 }
 
 /// Prefetches the cache lines of `n` elements at `start`; any address is allowed.

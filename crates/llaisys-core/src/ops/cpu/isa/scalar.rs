@@ -69,6 +69,11 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
+    fn round_bf16(self, v: Self::F) -> Self::F {
+        v.map(|v| bf16::from_f32(v).to_f32())
+    }
+
+    #[inline(always)]
     fn store_bf16_first(self, v: Self::F, out: &mut [u16]) {
         for (out, v) in out.iter_mut().zip(v) {
             *out = bf16::from_f32(v).to_bits();
@@ -84,12 +89,6 @@ impl Lanes for Scalar {
     fn load_pairs_first(self, x: &[u16]) -> Self::F {
         let half = |i: usize| x.get(i).copied().map_or(0, u32::from);
         std::array::from_fn(|i| f32::from_bits(half(2 * i) | half(2 * i + 1) << 16))
-    }
-
-    #[inline(always)]
-    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F {
-        let half = |x: &[u16], i: usize| x.get(i).copied().map_or(0, u32::from);
-        std::array::from_fn(|i| f32::from_bits(half(low, i) | half(high, i) << 16))
     }
 
     #[inline(always)]
