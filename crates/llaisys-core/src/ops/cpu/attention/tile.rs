@@ -118,17 +118,23 @@ impl<W: KvWord> Scores<'_, W> {
     }
 }
 
+/// A part of the words of the cells from `PER_WORD * step` on.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    step: usize,
+    part: usize,
+}
+
 /// Source of the values of a block: words of one cell (f32) or of two neighbors (bf16), by dimension.
 pub(super) trait Values {
     /// What the values are multiplied as.
     type Word: KvWord;
     /// Elements of a value.
     fn d(&self) -> usize;
-    /// A part of the words of the cells from `PER_WORD * step` on: the first `N` from dimension `at` on, or as many as
-    /// there are. `place`: the step and the part.
-    fn words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> L::F;
+    /// The first `N` words at a place from dimension `at` on, or as many as there are.
+    fn words<L: Lanes>(&self, lanes: L, place: Place, at: usize) -> L::F;
     /// The first `2 N` words, as [`Values::words`].
-    fn two_words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> [L::F; 2];
+    fn two_words<L: Lanes>(&self, lanes: L, place: Place, at: usize) -> [L::F; 2];
     /// Cell `j` as numbers, from dimension `at` on.
     fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F;
 }
@@ -150,13 +156,14 @@ impl<W: KvWord> Values for Packed<'_, W> {
     }
 
     #[inline(always)]
-    fn words<L: Lanes>(&self, lanes: L, (step, part): (usize, usize), at: usize) -> L::F {
-        lanes.load(&self.values[(step * W::n_parts::<L>() + part) * self.padded + at..])
+    fn words<L: Lanes>(&self, lanes: L, place: Place, at: usize) -> L::F {
+        lanes.load(&self.values[(place.step * W::n_parts::<L>() + place.part) * self.padded + at..])
     }
 
     #[inline(always)]
-    fn two_words<L: Lanes>(&self, lanes: L, (step, part): (usize, usize), at: usize) -> [L::F; 2] {
-        let words = &self.values[(step * W::n_parts::<L>() + part) * self.padded + at..][..2 * L::N];
+    fn two_words<L: Lanes>(&self, lanes: L, place: Place, at: usize) -> [L::F; 2] {
+        let start = (place.step * W::n_parts::<L>() + place.part) * self.padded + at;
+        let words = &self.values[start..][..2 * L::N];
         [lanes.load(words), lanes.load(&words[L::N..])]
     }
 
@@ -164,9 +171,9 @@ impl<W: KvWord> Values for Packed<'_, W> {
     fn cell<L: Lanes>(&self, lanes: L, j: usize, at: usize) -> L::F {
         let (step, which) = (j / W::PER_WORD, j % W::PER_WORD);
         if W::n_parts::<L>() == W::PER_WORD {
-            self.words(lanes, (step, which), at)
+            self.words(lanes, Place { step, part: which }, at)
         } else {
-            W::pick(lanes, self.words(lanes, (step, 0), at), which)
+            W::pick(lanes, self.words(lanes, Place { step, part: 0 }, at), which)
         }
     }
 }
@@ -177,7 +184,8 @@ pub(super) struct Stored<'b, T>(pub(super) HeadRows<'b, T>);
 impl<'b, T: KvElement> Stored<'b, T> {
     /// Elements `at..at + n` of the first and the last cell of a word. Prefetches for the cells of the part.
     #[inline(always)]
-    fn rows<L: Lanes>(&self, lanes: L, (step, part): (usize, usize), at: usize, n: usize) -> [&'b [T]; 2] {
+    fn rows<L: Lanes>(&self, lanes: L, place: Place, at: usize, n: usize) -> [&'b [T]; 2] {
+        let Place { step, part } = place;
         let (first, last) = (step * T::Word::PER_WORD, (step + 1) * T::Word::PER_WORD - 1);
         let per_part = T::Word::PER_WORD / T::Word::n_parts::<L>();
         for i in 0..per_part {
@@ -196,13 +204,13 @@ impl<T: KvElement> Values for Stored<'_, T> {
     }
 
     #[inline(always)]
-    fn words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> L::F {
-        T::zip_first(lanes, self.rows(lanes, place, at, L::N.min(self.0.d() - at)), place.1)
+    fn words<L: Lanes>(&self, lanes: L, place: Place, at: usize) -> L::F {
+        T::zip_first(lanes, self.rows(lanes, place, at, L::N.min(self.0.d() - at)), place.part)
     }
 
     #[inline(always)]
-    fn two_words<L: Lanes>(&self, lanes: L, place: (usize, usize), at: usize) -> [L::F; 2] {
-        T::zip_two(lanes, self.rows(lanes, place, at, 2 * L::N), place.1)
+    fn two_words<L: Lanes>(&self, lanes: L, place: Place, at: usize) -> [L::F; 2] {
+        T::zip_two(lanes, self.rows(lanes, place, at, 2 * L::N), place.part)
     }
 
     #[inline(always)]
@@ -263,10 +271,10 @@ impl<V: Values> Weighted<'_, V> {
             for part in (0..V::Word::n_parts::<L>()).rev() {
                 let mut values = [lanes.splat(0.0); C];
                 if C == 1 {
-                    values[0] = self.values.words(lanes, (step, part), at);
+                    values[0] = self.values.words(lanes, Place { step, part }, at);
                 } else {
                     for (c, pair) in values.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                        *pair = self.values.two_words(lanes, (step, part), at + 2 * c * L::N);
+                        *pair = self.values.two_words(lanes, Place { step, part }, at + 2 * c * L::N);
                     }
                 }
                 for r in 0..R {
