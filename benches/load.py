@@ -33,6 +33,9 @@ from peers_engines import BUILDS, MODELS, environment
 from peers_rows import THREADS
 
 RESULTS = Path(__file__).parent / "results" / "load.jsonl"
+# A virtual disk may be throttled after some GB: the next 3.3 GB came at 1 instead of 2.2 GB/s, after 5 s
+# at full rate.
+DISK_RECOVERS_S = 10
 EMBEDDED = "smollm2"
 DEFAULT = [EMBEDDED, "dense-3b-q4_0", "dense-8b-q4_0", "dense-3b-q8_0", "experts-q4_0", "q05-bf16"]
 CHILD = """
@@ -66,6 +69,7 @@ def prepare(path: Path, *, cold: bool) -> None:
         if cold:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            time.sleep(DISK_RECOVERS_S)
         else:
             while file.read(64 << 20):
                 pass
