@@ -47,6 +47,13 @@ def test_qwen2_on_chosen_texts(qwen: Tokenizer, from_gguf: Tokenizer, text: str)
     assert from_gguf.decode(ids, skip_special_tokens=False) == qwen.decode(ids, skip_special_tokens=False)
 
 
+def test_the_listed_tokens_are_those_of_the_tokenizer(qwen_gguf: GgufTokenizer, from_gguf: Tokenizer) -> None:
+    read_back = Tokenizer(build_gguf(qwen_gguf))
+    assert from_gguf.vocab_size == read_back.vocab_size
+    for id in range(read_back.vocab_size):
+        assert from_gguf.vocab_text(id) == read_back.vocab_text(id)
+
+
 def words(pre: str, text: str, small: MakeGguf) -> list[str]:
     pieces = build_gguf(small(pre=pre)).pre_tokenizer.pre_tokenize_str(text)
     return [text[begin:end] for _, (begin, end) in pieces]
