@@ -52,6 +52,14 @@ enum Location {
 }
 
 impl Location {
+    /// The indices of its tensors.
+    fn indices(&self) -> Vec<usize> {
+        match self {
+            Location::Stored(index) | Location::Transposed(Transposed { index, .. }) => vec![*index],
+            Location::Quantized(matrix) => matrix.indices(),
+        }
+    }
+
     /// The type of the rows that are read.
     fn dtype(&self, files: &TensorFiles) -> DType {
         match self {
@@ -248,6 +256,13 @@ impl Checkpoint {
             Location::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
         };
         Ok(TensorRows { dtype, shape, bytes })
+    }
+
+    /// Runs `load`, which reads the weights in the order of [`Self::weight_ids`], while a thread reads them ahead of it
+    /// from the disk.
+    pub fn read_ahead<T>(&self, load: impl FnOnce() -> T) -> T {
+        let order: Vec<usize> = self.weight_ids().flat_map(|id| self.by_id[&id].indices()).collect();
+        self.files.read_ahead(&order, load)
     }
 
     /// Returns every tensor of the files, in the order of names, with the 128-bit XXH3 hash of its bytes. Tensors that

@@ -53,6 +53,26 @@ impl ModelFile {
         }
     }
 
+    /// Whether the byte at `offset` is in the page cache. None if the system does not tell: only Linux does, and not for
+    /// every file system.
+    #[cfg(target_os = "linux")]
+    pub fn is_cached(&self, offset: usize) -> Option<bool> {
+        use rustix::io::{Errno, ReadWriteFlags, preadv2};
+        let mut byte = [0];
+        let out = &mut [std::io::IoSliceMut::new(&mut byte)];
+        // With this flag, a read that would have to wait for the disk is an error.
+        match preadv2(&self.file, out, offset as u64, ReadWriteFlags::NOWAIT) {
+            Ok(n) => (n > 0).then_some(true),
+            Err(error) => (error == Errno::AGAIN).then_some(false),
+        }
+    }
+
+    /// As on Linux.
+    #[cfg(not(target_os = "linux"))]
+    pub fn is_cached(&self, _offset: usize) -> Option<bool> {
+        None
+    }
+
     /// Reads the first `n` bytes. Errors: as [`Self::read_at`].
     pub fn front(&self, n: usize) -> Result<Vec<u8>, FormatError> {
         let mut bytes = vec![0; n];

@@ -30,6 +30,7 @@ pub mod lora;
 pub mod model_info;
 #[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
 pub mod packed_size;
+pub mod read_ahead;
 pub mod safetensors;
 pub mod tensor_files;
 pub mod tokenizer_json;

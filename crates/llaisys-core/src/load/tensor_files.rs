@@ -1,6 +1,7 @@
 //! The tensors of a checkpoint: the range of each in its file, and its hash.
 
 use super::file::ModelFile;
+use super::read_ahead::ReadAhead;
 use crate::dtype::DType;
 use crate::error::DeviceError;
 use crate::error::FormatError;
@@ -36,6 +37,7 @@ pub struct TensorFiles {
     files: Vec<ModelFile>,
     tensors: Vec<StoredTensor>,
     hashes: Vec<Mutex<TensorHash>>,
+    ahead: ReadAhead,
 }
 
 /// The XXH3 state of the bytes of a tensor that were read in order from the first.
@@ -83,7 +85,7 @@ impl TensorFiles {
     pub(super) fn new(files: Vec<ModelFile>, mut tensors: Vec<StoredTensor>) -> Self {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let hashes = tensors.iter().map(|_| Mutex::default()).collect();
-        Self { files, tensors, hashes }
+        Self { files, tensors, hashes, ahead: ReadAhead::default() }
     }
 
     /// Removes the tensors whose names begin with one of `prefixes`; nothing was read yet. Returns the number of removed
@@ -112,6 +114,15 @@ impl TensorFiles {
         self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
 
+    /// Runs `load` while a thread reads the tensors `order`, those that [`Self::read`] will read, into the page cache.
+    pub fn read_ahead<T>(&self, order: &[usize], load: impl FnOnce() -> T) -> T {
+        let range = |&index: &usize| {
+            let tensor = &self.tensors[index];
+            (&self.files[tensor.file], tensor.range.clone())
+        };
+        self.ahead.during(order.iter().map(range), load)
+    }
+
     /// Fills `out` with the bytes of tensor `index` from its byte `start`; the threads of `pool` share the work.
     ///
     /// Errors: [`FormatError::Truncated`], errors of the system. Panics if the tensor has no such bytes.
@@ -127,6 +138,7 @@ impl TensorFiles {
         match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
             None => {
+                self.ahead.add_loaded(out.len());
                 self.update_hash(index, start, out);
                 Ok(())
             }

@@ -26,6 +26,7 @@ mod lfm2;
 mod mutations;
 mod quantize;
 mod quantized_folder;
+mod read_ahead;
 mod reading;
 mod rotation;
 mod scaled_folder;

@@ -64,17 +64,7 @@ impl Weights {
         let PackSettings { mode, shard, piece_bytes } = settings;
         let packer =
             Packer { checkpoint, mode, shard, pool, progress, piece_bytes, buffers: Default::default() };
-        let config = checkpoint.config();
-        let lm_head = if config.tied_head { None } else { Some(packer.matrix(WeightId::LmHead)?) };
-        Ok(Self {
-            layer_inputs: packer.layer_inputs()?,
-            embed: packer.matrix(WeightId::Embed)?,
-            lm_head,
-            argmax_bounds: None,
-            prunes_argmax: false,
-            output_norm: packer.vector(WeightId::OutputNorm)?,
-            layers: (0..config.n_layers).map(|index| packer.layer(index)).collect::<Result<_>>()?,
-        })
+        checkpoint.read_ahead(|| packer.weights())
     }
 }
 
@@ -106,6 +96,20 @@ impl Source {
 }
 
 impl Packer<'_> {
+    /// Packs every weight, in the order of the ids: they are read ahead in that order.
+    fn weights(&self) -> Result<Weights> {
+        let config = self.checkpoint.config();
+        Ok(Weights {
+            embed: self.matrix(WeightId::Embed)?,
+            layer_inputs: self.layer_inputs()?,
+            layers: (0..config.n_layers).map(|index| self.layer(index)).collect::<Result<_>>()?,
+            output_norm: self.vector(WeightId::OutputNorm)?,
+            lm_head: (!config.tied_head).then(|| self.matrix(WeightId::LmHead)).transpose()?,
+            argmax_bounds: None,
+            prunes_argmax: false,
+        })
+    }
+
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| WeightId::Layer(index, part);
         let config = self.checkpoint.config();
