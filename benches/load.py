@@ -5,8 +5,9 @@ usage: load.py [--models NAME ...] [--rounds 5] [--no-peer]
 Each load is a process of its own. `cold` drops the file from the page cache first, `warm` reads it once.
 Rounds alternate LLAISYS and llama.cpp (`llama-bench` with a prompt of one token, without its warm-up).
 Seconds are those of the whole process; `load_s` of LLAISYS is without the start of Python and its imports.
-The files are those of peers_shapes.py (`make bench-peers` builds llama.cpp and writes them) and the
-embedded model.
+A cold load depends on how far the system reads ahead: `read_ahead_kb` is 128 by default, often more on
+virtual machines. The files are those of peers_shapes.py (`make bench-peers` builds llama.cpp and writes
+them) and the embedded model.
 
 Memory is VmHWM, compared with the bytes of the packed weights. Before each load, all free memory is touched:
 a virtual machine gets its memory from the host at the first touch, which takes up to 1.8 s for 1 GB, and
@@ -53,6 +54,15 @@ peak = next(line for line in Path("/proc/self/status").read_text().splitlines() 
 print(json.dumps({"load_s": seconds, "peak_bytes": int(peak.split()[1]) * 1024,
                   "packed_bytes": llm.model_info.packed_bytes["auto"]}))
 """
+
+
+def read_ahead_kb(path: Path) -> int | None:
+    """Return how far the system reads ahead on the disk of `path`; None if unknown."""
+    device = os.stat(path).st_dev
+    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    # A partition has the setting of its disk.
+    settings = (disk / "bdi" / "read_ahead_kb" for disk in (folder, folder / ".."))
+    return next((int(setting.read_text()) for setting in settings if setting.exists()), None)
 
 
 def touch_memory() -> None:
@@ -117,6 +127,7 @@ def measure(name: str, path: Path, *, cold: bool, arguments: argparse.Namespace)
         "threads": THREADS,
         "model": name,
         "cache": "cold" if cold else "warm",
+        "read_ahead_kb": read_ahead_kb(path),
         "file_mb": round(path.stat().st_size / 1e6, 1),
         "process_s": [round(run["process_s"], 3) for run in own],
         "load_s": [round(run["load_s"], 3) for run in own],
