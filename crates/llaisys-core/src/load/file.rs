@@ -9,6 +9,9 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+/// Bytes of one read of tensors. Larger reads are divided over threads: the matrices of an expert, too.
+pub(super) const PIECE_BYTES: usize = 256 << 10;
+
 /// A regular file, open for reading, and its length when it was opened.
 #[derive(Debug)]
 pub struct ModelFile {

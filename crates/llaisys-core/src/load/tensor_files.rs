@@ -1,6 +1,6 @@
 //! The tensors of a checkpoint: the range of each in its file, and its hash.
 
-use super::file::ModelFile;
+use super::file::{ModelFile, PIECE_BYTES};
 use super::read_ahead::ReadAhead;
 use crate::dtype::DType;
 use crate::error::DeviceError;
@@ -10,9 +10,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
-
-/// Bytes of one read. Larger reads are divided over threads: the matrices of an expert, too.
-const PIECE_BYTES: usize = 256 << 10;
 
 /// One tensor in a file. Its parser has checked that `range` is within the file and is exactly `shape` elements of
 /// `dtype`.
