@@ -24,6 +24,8 @@ mod disjoint;
 mod tests;
 #[deny(unsafe_code)]
 mod ticket_lock;
+#[deny(unsafe_code)]
+mod turns;
 
 use crate::error::{DeviceError, Rejected, Result};
 use std::any::Any;
@@ -37,6 +39,7 @@ use ticket_lock::TicketLock;
 
 pub(crate) use disjoint::{Disjoint, DisjointWriter};
 pub use ticket_lock::PoolGuard;
+pub use turns::{Turn, Turns};
 
 /// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
 const N_SPINS: u32 = 900;

@@ -38,6 +38,8 @@ fn every_byte_of_a_tensor_is_read_once() {
         written(Tiny::experts(4)),
         // Rows are whole blocks, which can be quantized.
         written(Tiny::sized("LlamaForCausalLM", false, |model| (model.d_model, model.d_ff) = (64, 96))),
+        // Threads read several pieces of the embeddings at the same time.
+        written(Tiny::sized("LlamaForCausalLM", false, |model| model.vocab_size = 40_000)),
         // A stored head of a tied model, which the model ignores but the fingerprint includes.
         {
             let mut tied = Tiny::odd("LlamaForCausalLM", true);

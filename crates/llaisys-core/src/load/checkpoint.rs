@@ -22,7 +22,7 @@ use crate::load::transposed::Transposed;
 use crate::load::weight_format::quantizes;
 use crate::quant::dequantize_row;
 use crate::tensor::{RowView, TensorRows};
-use crate::threads::Pool;
+use crate::threads::{Pool, Turn};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
@@ -241,21 +241,46 @@ impl Checkpoint {
         buffer: &'b mut Vec<u8>,
         pool: &Pool,
     ) -> Result<TensorRows<'b>> {
-        let n_columns = *self.config.shape(id).last().expect("a weight's tensor has a size");
-        let shape = [rows.len(), n_columns];
+        let shape = [rows.len(), self.n_columns(id)];
         let dtype = self.dtype(id);
         let bytes = match self.by_id[&id] {
             Location::Stored(index) => {
-                let row_bytes =
-                    dtype.bytes_of(n_columns).expect("opening the checkpoint checked whole blocks");
-                let bytes = buffer_of(buffer, rows.len() * row_bytes)?;
-                self.files.read(index, rows.start * row_bytes, bytes, pool)?;
+                let range = self.bytes_of(id, rows);
+                let bytes = buffer_of(buffer, range.len())?;
+                self.files.read(index, range.start, bytes, pool)?;
                 &*bytes
             }
             Location::Transposed(stack) => stack.read(&self.files, rows, buffer, pool)?,
             Location::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
         };
         Ok(TensorRows { dtype, shape, bytes })
+    }
+
+    /// As [`Self::read`] on this thread alone, while others read other rows: they are hashed in turn. Panics if the weight
+    /// is not stored as it is ([`Self::tensor`]).
+    pub fn read_in_turn<'b>(
+        &self,
+        id: WeightId,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+        turn: &Turn<'_>,
+    ) -> Result<TensorRows<'b>> {
+        let Location::Stored(index) = self.by_id[&id] else { panic!("{id:?} is not stored as it is") };
+        let (shape, range) = ([rows.len(), self.n_columns(id)], self.bytes_of(id, rows));
+        let bytes = buffer_of(buffer, range.len())?;
+        self.files.read_in_turn(index, range.start, bytes, turn)?;
+        Ok(TensorRows { dtype: self.dtype(id), shape, bytes })
+    }
+
+    fn n_columns(&self, id: WeightId) -> usize {
+        *self.config.shape(id).last().expect("a weight's tensor has a size")
+    }
+
+    /// The bytes of `rows` in the tensor of a weight that is stored as it is.
+    fn bytes_of(&self, id: WeightId, rows: Range<usize>) -> Range<usize> {
+        let n_bytes = self.dtype(id).bytes_of(self.n_columns(id));
+        let n_bytes = n_bytes.expect("opening the checkpoint checked whole blocks");
+        rows.start * n_bytes..rows.end * n_bytes
     }
 
     /// Runs `load`, which reads the weights in the order of [`Self::weight_ids`], while a thread reads them ahead of it
@@ -455,11 +480,7 @@ fn reject_extra(
     by_id: &HashMap<WeightId, Location>,
 ) -> Result<(), FormatError> {
     let (table, lm_head) = (config.names, config.name(WeightId::LmHead));
-    let indices_of = |location: &Location| match location {
-        Location::Stored(index) | Location::Transposed(Transposed { index, .. }) => vec![*index],
-        Location::Quantized(matrix) => matrix.indices(),
-    };
-    let known: HashSet<usize> = by_id.values().flat_map(indices_of).collect();
+    let known: HashSet<usize> = by_id.values().flat_map(Location::indices).collect();
     let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
     // A tied head that is saved too is ignored: transformers ties it to the embeddings whatever the file contains.
     // Layers that read the keys and values of others have no use for their own projections.

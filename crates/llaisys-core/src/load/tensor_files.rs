@@ -5,7 +5,7 @@ use super::read_ahead::ReadAhead;
 use crate::dtype::DType;
 use crate::error::DeviceError;
 use crate::error::FormatError;
-use crate::threads::Pool;
+use crate::threads::{Pool, Turn};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -140,6 +140,22 @@ impl TensorFiles {
                 Ok(())
             }
         }
+    }
+
+    /// As [`Self::read`], on this thread alone. The bytes are hashed when `turn` has come.
+    pub fn read_in_turn(
+        &self,
+        index: usize,
+        start: usize,
+        out: &mut [u8],
+        turn: &Turn<'_>,
+    ) -> Result<(), FormatError> {
+        let (file, at) = self.locate(index, start, out.len());
+        file.read_at(at, out)?;
+        self.ahead.add_loaded(out.len());
+        turn.wait();
+        self.update_hash(index, start, out);
+        Ok(())
     }
 
     /// Calls `visit` with the bytes of tensor `index` from its byte `start`, in order and in pieces of [`PIECE_BYTES`].

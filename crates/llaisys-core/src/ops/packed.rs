@@ -49,6 +49,7 @@ mod pages;
 mod q8_0_copy;
 mod read;
 
+pub use fill::Panels;
 pub(crate) use read::{read_block, read_unit};
 
 use crate::dtype::DType;
@@ -58,6 +59,7 @@ use crate::quant::{BLOCK_LEN, mxfp4};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 /// Outputs in a panel.
 pub(crate) const PANEL: usize = 32;
@@ -330,23 +332,56 @@ impl PackedMatrix {
         rows: Range<usize>,
         source: &(dyn Fn(usize) -> RowView<'s> + Sync),
     ) {
+        if self.panels.is_empty() {
+            return;
+        }
         let is_last = rows.end == self.n_rows;
         assert!(
             rows.start.is_multiple_of(PANEL) && (is_last || rows.end.is_multiple_of(PANEL)),
             "rows {rows:?} of {} are not whole panels",
             self.n_rows
         );
-        if self.panels.is_empty() {
-            return;
-        }
-        let panels = rows.start / PANEL..rows.end.div_ceil(PANEL);
-        let (format, n_columns, end) = (self.format, self.n_columns, rows.end);
-        fill::fill(pool, format, n_columns, fill::Panels { panels: &mut self.panels, at: panels }, &|n| {
-            (n < end).then(|| source(n))
-        });
+        let n_bytes = self.panel_bytes();
+        let bytes = rows.start / PANEL * n_bytes..rows.end.div_ceil(PANEL) * n_bytes;
+        let bytes = &mut self.panels.as_mut_slice()[bytes];
+        Panels { format: self.format, n_columns: self.n_columns, rows, bytes }.fill(pool, source);
         if is_last {
             pages::use_huge_pages(&self.panels);
         }
+    }
+
+    /// Packs the matrix in pieces of `n_rows` rows, which the threads of `pool` take in order: `job(i, panels)` fills the
+    /// panels of piece `i` on its thread. Returns the error of the first piece that has one; later pieces may then be
+    /// missing.
+    ///
+    /// Panics if a piece is not whole panels.
+    pub fn fill_in_pieces<E: Send>(
+        &mut self,
+        pool: &Pool,
+        n_rows: usize,
+        job: &(dyn Fn(usize, Panels<'_>) -> Result<(), E> + Sync),
+    ) -> Result<(), E> {
+        if self.panels.is_empty() {
+            return Ok(());
+        }
+        assert!(n_rows.is_multiple_of(PANEL), "pieces of {n_rows} rows are not whole panels");
+        let (format, n_columns, all_rows) = (self.format, self.n_columns, self.n_rows);
+        let n_bytes = n_rows / PANEL * self.panel_bytes();
+        let first_error = Mutex::new(None);
+        pool.run_chunks_dynamic(self.panels.as_mut_slice(), n_bytes, &|i, bytes| {
+            let rows = i * n_rows..all_rows.min((i + 1) * n_rows);
+            if let Err(error) = job(i, Panels { format, n_columns, rows, bytes }) {
+                let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
+                if first.as_ref().is_none_or(|&(known, _)| i < known) {
+                    *first = Some((i, error));
+                }
+            }
+        });
+        if let Some((_, error)) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
+        }
+        pages::use_huge_pages(&self.panels);
+        Ok(())
     }
 
     /// Outputs.

@@ -3,12 +3,14 @@
 use crate::stored::{Rng, Stored, as_packed, block_len};
 use half::bf16;
 use llaisys_core::dtype::DType;
-use llaisys_core::error::DeviceError;
-use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::error::{DeviceError, Error};
+use llaisys_core::ops::packed::{PackedFormat, PackedMatrix, Panels};
 use llaisys_core::quant::quantize::{QuantizedRow, quantize};
 use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN, dequantize_row};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::yield_now;
 
 /// Outputs and inputs; types with larger blocks have the same number of blocks. The last has more groups than are
 /// written at a time.
@@ -195,6 +197,48 @@ fn rows_without_bytes_are_zero() {
             assert_eq!(read(&matrix, n), want, "{format:?}");
         }
     }
+}
+
+#[test]
+fn pieces_pack_the_same_matrix() {
+    let four = Pool::new(4).unwrap();
+    for format in PackedFormat::ALL {
+        let stored = Stored::of(&mut Rng(3), format, 300, 256);
+        let whole = stored.pack(&pool(), format);
+        for at_once in [32, 96, 320] {
+            let mut matrix = PackedMatrix::zeroed(format, 300, 256).unwrap();
+            let job = |i: usize, panels: Panels<'_>| {
+                assert_eq!(panels.rows(), at_once * i..300.min(at_once * (i + 1)), "{format:?}");
+                panels.fill(&Pool::new(1)?, &|n| stored.row(n));
+                Ok::<_, Error>(())
+            };
+            matrix.fill_in_pieces(&four, at_once, &job).unwrap();
+            for n in 0..300 {
+                assert_eq!(read(&matrix, n), read(&whole, n), "{format:?}, {at_once} rows at once, row {n}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_piece_that_fails_is_reported() {
+    let mut matrix = PackedMatrix::zeroed(PackedFormat::F32, 320, 4).unwrap();
+    let last_has_begun = AtomicBool::new(false);
+    let failed = matrix.fill_in_pieces(&pool(), 32, &|i, _| match i {
+        3 => {
+            // The other thread has then reported the error of piece 5.
+            while !last_has_begun.load(Ordering::Relaxed) {
+                yield_now();
+            }
+            Err(i)
+        }
+        5 => Err(i),
+        _ => {
+            last_has_begun.fetch_or(i == 9, Ordering::Relaxed);
+            Ok(())
+        }
+    });
+    assert_eq!(failed, Err(3));
 }
 
 #[test]

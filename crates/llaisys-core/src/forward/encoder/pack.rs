@@ -5,7 +5,7 @@ use crate::arch::encoder::{EncoderTask, HeadRule, PositionRule};
 use crate::arch::rope::RopeConfig;
 use crate::dtype::ComputeMode;
 use crate::error::Result;
-use crate::forward::weights::{PIECE_BYTES, Projection, pieces, rows_at_once};
+use crate::forward::weights::{PIECE_BYTES, Projection, rows_at_once};
 use crate::load::encoder::EncoderCheckpoint;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::ops::{gate_up_row, gate_up_rows};
@@ -133,8 +133,9 @@ impl Packer<'_> {
         let row_bytes = dtype.bytes_of(n_columns).expect("rows are whole blocks");
         let at_once = rows_at_once(self.pool, PIECE_BYTES, row_bytes, PANEL);
         let mut matrix = PackedMatrix::zeroed(format, rows.len(), n_columns)?;
-        for piece in pieces(rows.len(), at_once) {
-            let (start, stored) = (piece.start, rows.start + piece.start..rows.start + piece.end);
+        for start in (0..rows.len()).step_by(at_once) {
+            let piece = start..rows.len().min(start + at_once);
+            let stored = rows.start + piece.start..rows.start + piece.end;
             let tensor = self.checkpoint.read(&name, stored, &mut self.buffer, self.pool)?;
             let view = tensor.view();
             matrix.fill(self.pool, piece, &|n| view.row(n - start));

@@ -10,7 +10,7 @@ pub use feed_forward::{FeedForward, Mlp, SharedExpert};
 pub use gemma4::{DenseBranch, InputBranch, LayerInputs};
 pub use mixer::{Attention, DeltaNetWeights, Mixer, ShortConvWeights};
 pub use pack::PackSettings;
-pub(crate) use pack::{PIECE_BYTES, pieces, rows_at_once};
+pub(crate) use pack::{PIECE_BYTES, rows_at_once};
 
 use crate::arch::spec::{LayerWeight, WeightId};
 use crate::error::{Result, Unsupported};

@@ -1,9 +1,12 @@
 //! Packs the tensors of a checkpoint. The checkpoint can be dropped afterwards.
 //!
-//! A tensor is read in pieces, and each is packed before the next is read: loading needs memory for the packed weights
-//! and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
+//! A tensor is read in pieces, and each is packed as soon as it was read: loading needs memory for the packed weights and
+//! one or two pieces for each thread.
 
 mod gemma4;
+mod pieces;
+
+pub(crate) use pieces::{PIECE_BYTES, rows_at_once};
 
 use super::{
     Attention, DeltaNetWeights, FeedForward, LayerWeights, Mixer, Mlp, Projection, SharedExpert,
@@ -18,18 +21,16 @@ use crate::dtype::{ComputeMode, DType};
 use crate::error::Result;
 use crate::forward::shard::Shard;
 use crate::load::checkpoint::Checkpoint;
-use crate::load::weight_format::{check_finite, packed_format, quantizes};
+use crate::load::weight_format::packed_format;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::ops::{gate_up_row, gate_up_rows};
 use crate::progress::Progress;
 use crate::quant::{BLOCK_LEN, dequantize_row};
-use crate::tensor::{RowView, TensorRows};
+use crate::tensor::RowView;
 use crate::threads::Pool;
-use std::cell::RefCell;
+use pieces::{Pieces, Worker};
 use std::ops::Range;
-
-/// Bytes of a piece for each thread: they are still in its second-level cache when they are packed.
-pub(crate) const PIECE_BYTES: usize = 512 << 10;
+use std::sync::Mutex;
 
 /// Settings of packing.
 #[derive(Debug, Clone, Copy)]
@@ -38,8 +39,7 @@ pub struct PackSettings {
     pub mode: ComputeMode,
     /// The rank's part. The caller has checked that the checkpoint can be split like this.
     pub shard: Shard,
-    /// Bytes of a tensor that are read at a time for each thread; the sum is rounded to whole groups of rows. Does not
-    /// affect the packed bytes.
+    /// Bytes of a tensor that a thread reads at a time, rounded to whole groups of rows. Does not affect the packed bytes.
     pub piece_bytes: usize,
 }
 
@@ -63,7 +63,7 @@ impl Weights {
     ) -> Result<Self> {
         let PackSettings { mode, shard, piece_bytes } = settings;
         let packer =
-            Packer { checkpoint, mode, shard, pool, progress, piece_bytes, buffers: Default::default() };
+            Packer { checkpoint, mode, shard, pool, progress, piece_bytes, workers: Mutex::default() };
         checkpoint.read_ahead(|| packer.weights())
     }
 }
@@ -75,8 +75,8 @@ struct Packer<'a> {
     pool: &'a Pool,
     progress: &'a Progress,
     piece_bytes: usize,
-    /// Buffers of pieces; gate and up need one each.
-    buffers: [RefCell<Vec<u8>>; 2],
+    /// Those that pack no piece now.
+    workers: Mutex<Vec<Worker>>,
 }
 
 /// The rows of a stored tensor that make up a matrix.
@@ -208,7 +208,7 @@ impl Packer<'_> {
         n_taps: usize,
         parts: [Range<usize>; N],
     ) -> Result<[Vec<f32>; N]> {
-        let mut buffer = self.buffers[0].borrow_mut();
+        let mut buffer = Vec::new();
         let n_channels = parts.last().map_or(0, |part| part.end);
         let tensor = self.checkpoint.read(id, 0..n_channels, &mut buffer, self.pool)?;
         let mut of_channel = vec![0.0; n_taps];
@@ -284,7 +284,7 @@ impl Packer<'_> {
             return Ok(None);
         }
         let (stored, elements) = config.stored_expert_bias(part);
-        let mut buffer = self.buffers[0].borrow_mut();
+        let mut buffer = Vec::new();
         let rows = expert..expert + 1;
         let tensor = self.checkpoint.read(WeightId::Layer(index, stored), rows, &mut buffer, self.pool)?;
         let mut values = vec![0.0; tensor.shape[1]];
@@ -325,23 +325,23 @@ impl Packer<'_> {
         let dtype = source.dtype;
         let rows = self.shard.rows(id, source.n_rows);
         let columns = self.columns(id, &source, matrix.format())?;
-        let mut buffer = self.buffers[0].borrow_mut();
-        for piece in pieces(rows.len(), self.rows_at_once(&source)) {
+        let pieces = self.pieces(&source, rows.len());
+        self.fill_pieces(matrix, pieces, &|panels, reader, [buffer, _]| {
             let at = |n: usize| (rows.start + n).min(source.n_rows);
-            let stored = source.span(&(at(piece.start)..at(piece.end)));
-            let tensor = self.read(&source, stored.clone(), &mut buffer)?;
+            let stored = source.span(&(at(panels.rows().start)..at(panels.rows().end)));
+            let tensor = self.read(&source, stored.clone(), buffer, &reader)?;
+            let pool = reader.into_pool();
+            self.check(&source, &tensor, stored.start, pool)?;
             let view = tensor.view();
-            let row = |n: usize| match rows.start + n {
+            panels.fill(pool, &|n| match rows.start + n {
                 n if n < source.n_rows => {
                     let row = source.map.row(checkpoint.stored_row(id, n));
                     view.row(row - stored.start).columns(columns.clone())
                 }
                 _ => RowView { dtype, bytes: &[] },
-            };
-            matrix.fill(self.pool, piece, &row);
-        }
-        self.progress.bytes_packed(matrix.n_bytes());
-        Ok(())
+            });
+            Ok(())
+        })
     }
 
     fn name(&self, stored: WeightId) -> String {
@@ -365,30 +365,37 @@ impl Packer<'_> {
         let (gate, up) = (self.source(gate), self.source(up));
         let rows = self.shard.rows(id, gate.n_rows);
         let n_inner = rows.len();
-        let (mut for_gate, mut for_up) = (self.buffers[0].borrow_mut(), self.buffers[1].borrow_mut());
-        // Halves of one tensor are read one after the other, in order.
-        let at_once = if gate.stored == up.stored { n_inner } else { self.rows_at_once(&gate) };
-        for piece in pieces(n_inner, at_once) {
-            let stored = rows.start + piece.start..rows.start + piece.end;
+        let pieces = if gate.stored == up.stored {
+            // Halves of one tensor are read one after the other, in order.
+            Pieces { n_rows: n_inner.next_multiple_of(PANEL), are_shared: true }
+        } else {
+            let [gate, up] = [&gate, &up].map(|source| self.pieces(source, n_inner));
+            Pieces { n_rows: gate.n_rows.max(up.n_rows), are_shared: gate.are_shared || up.are_shared }
+        };
+        let of_matrix = Pieces { n_rows: gate_up_rows(pieces.n_rows), ..pieces };
+        self.fill_pieces(matrix, of_matrix, &|panels, reader, [for_gate, for_up]| {
+            let inner = |n: usize| rows.start + n_inner.min(n / 2);
+            let stored = inner(panels.rows().start)..inner(panels.rows().end);
             let spans = [&gate, &up].map(|source| source.span(&stored));
-            let of_gate = self.read(&gate, spans[0].clone(), &mut for_gate)?;
-            let of_up = self.read(&up, spans[1].clone(), &mut for_up)?;
+            let of_gate = self.read(&gate, spans[0].clone(), for_gate, &reader)?;
+            let of_up = self.read(&up, spans[1].clone(), for_up, &reader)?;
+            let pool = reader.into_pool();
+            self.check(&gate, &of_gate, spans[0].start, pool)?;
+            self.check(&up, &of_up, spans[1].start, pool)?;
             let (of_gate, of_up) = (of_gate.view(), of_up.view());
-            let row = |n: usize| match gate_up_row(n_inner, n) {
+            panels.fill(pool, &|n| match gate_up_row(n_inner, n) {
                 Some((false, row)) => of_gate.row(gate.map.row(rows.start + row) - spans[0].start),
                 Some((true, row)) => of_up.row(up.map.row(rows.start + row) - spans[1].start),
                 // Rows of padding in the last panel.
                 None => RowView { dtype: gate.dtype, bytes: &[] },
-            };
-            matrix.fill(self.pool, gate_up_rows(piece.start)..gate_up_rows(piece.end), &row);
-        }
-        self.progress.bytes_packed(matrix.n_bytes());
-        Ok(())
+            });
+            Ok(())
+        })
     }
 
     /// Returns the values of a norm or a bias in logical order.
     fn vector(&self, id: WeightId) -> Result<Vec<f32>> {
-        let mut buffer = self.buffers[0].borrow_mut();
+        let mut buffer = Vec::new();
         let tensor = self.checkpoint.read(id, 0..1, &mut buffer, self.pool)?;
         let mut stored = vec![0.0; tensor.shape[1]];
         dequantize_row(tensor.view().row(0), &mut stored);
@@ -404,45 +411,4 @@ impl Packer<'_> {
         let shape = config.shape(id);
         Source { stored, dtype: self.checkpoint.dtype(stored), map, n_rows: shape[0], n_columns: shape[1] }
     }
-
-    /// Returns the number of rows of `source` in one piece: whole panels and whole heads, because rows are reordered
-    /// only within a head. Rows in groups between others are in one piece, so that the tensor is read in order.
-    fn rows_at_once(&self, source: &Source) -> usize {
-        if self.checkpoint.is_read_whole(source.stored) || !source.map.is_contiguous() {
-            return source.n_rows;
-        }
-        let d_head = match source.stored {
-            WeightId::Layer(index, _) => self.checkpoint.config().kv_heads(index).d_head,
-            _ => PANEL,
-        };
-        let group = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
-        let row_bytes = source.dtype.bytes_of(source.n_columns).unwrap_or(1);
-        rows_at_once(self.pool, self.piece_bytes, row_bytes, group)
-    }
-
-    /// Reads stored rows of `source`. Errors: as [`Checkpoint::read`] and [`check_finite`].
-    fn read<'b>(
-        &self,
-        source: &Source,
-        stored: Range<usize>,
-        buffer: &'b mut Vec<u8>,
-    ) -> Result<TensorRows<'b>> {
-        let first = stored.start;
-        let tensor = self.checkpoint.read(source.stored, stored, buffer, self.pool)?;
-        if quantizes(self.mode) {
-            check_finite(tensor.view(), first, &|| self.name(source.stored), self.pool)?;
-        }
-        Ok(tensor)
-    }
-}
-
-/// Returns the number of rows in a piece of `piece_bytes` for each thread: whole groups of `group` rows, at least one.
-pub(crate) fn rows_at_once(pool: &Pool, piece_bytes: usize, row_bytes: usize, group: usize) -> usize {
-    let n_bytes = piece_bytes.saturating_mul(pool.n_threads());
-    (n_bytes / (row_bytes * group)).max(1) * group
-}
-
-/// Divides `0..n_rows` into ranges of `at_once`; the last one may be shorter.
-pub(crate) fn pieces(n_rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..n_rows).step_by(at_once).map(move |start| start..(start + at_once).min(n_rows))
 }

@@ -4,7 +4,7 @@ use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::dtype::DType;
 use crate::quant::quantize::{QuantizedRow, Quantizer, quantize_q8_0};
 use crate::quant::{BLOCK_LEN, Block, LOW_NIBBLES, dequantize_row, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k};
-use crate::tensor::{AlignedBuf, RowView};
+use crate::tensor::RowView;
 use crate::threads::Pool;
 use half::{bf16, f16};
 use std::ops::Range;
@@ -12,107 +12,109 @@ use std::ops::Range;
 /// Bytes of four integers, or parts of integers, of each column of a panel.
 const LINE: usize = 4 * PANEL;
 
-/// Returns the stored row of an output; `None` past the last output.
-type Source<'a> = &'a (dyn Fn(usize) -> Option<RowView<'a>> + Sync);
+/// Bytes of a number in f32, and of a pair of numbers in bf16.
+const UNIT: usize = 4;
 
-/// The panels `at` of a buffer; they are zero before.
-pub(super) struct Panels<'a> {
-    pub(super) panels: &'a mut AlignedBuf,
-    pub(super) at: Range<usize>,
+/// Consecutive panels of a matrix, to be packed; they are zero before.
+pub struct Panels<'a> {
+    pub(super) format: PackedFormat,
+    pub(super) n_columns: usize,
+    /// The outputs of the panels.
+    pub(super) rows: Range<usize>,
+    pub(super) bytes: &'a mut [u8],
 }
 
-/// Fills the panels of `target` from `source`, spread over the threads of `pool`.
-pub(super) fn fill(
-    pool: &Pool,
+impl Panels<'_> {
+    /// The outputs of the panels.
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// Packs the panels, one per job of `pool`. `source` and panics: as in [`PackedMatrix::pack`].
+    pub fn fill<'s>(self, pool: &Pool, source: &(dyn Fn(usize) -> RowView<'s> + Sync)) {
+        let Self { format, n_columns, rows, bytes } = self;
+        pool.run_chunks_dynamic(bytes, format.panel_bytes(n_columns), &|p, panel| {
+            let first = rows.start + p * PANEL;
+            let outputs = (first..rows.end.min(first + PANEL)).map(source).enumerate();
+            fill_panel(format, n_columns, panel, outputs.filter(|(_, row)| !row.bytes.is_empty()));
+        });
+    }
+}
+
+/// Writes a panel from the rows of its columns; those without a row stay zero.
+fn fill_panel<'s>(
     format: PackedFormat,
     n_columns: usize,
-    target: Panels<'_>,
-    source: Source<'_>,
+    panel: &mut [u8],
+    rows: impl Iterator<Item = (usize, RowView<'s>)>,
 ) {
-    let Panels { panels, at } = target;
-    let n_bytes = format.panel_bytes(n_columns);
-    let bytes = at.start * n_bytes..at.end * n_bytes;
-    let rows = |p: usize| {
-        let first = (at.start + p) * PANEL;
-        (0..PANEL)
-            .filter_map(move |c| source(first + c).filter(|row| !row.bytes.is_empty()).map(|row| (c, row)))
+    if let Some(grid) = format.grid() {
+        let mut quantizer = Quantizer::new(grid, n_columns);
+        return rows.for_each(|(c, row)| put_quantized(format, panel, c, quantizer.quantize(row)));
+    }
+    let is_stored = |row: &RowView<'_>| match format {
+        PackedFormat::F32 => false,
+        PackedFormat::BF16 => row.dtype == DType::BF16,
+        _ => row.dtype.is_quantized(),
     };
+    let (stored, others): (Vec<_>, Vec<_>) = rows.partition(|(_, row)| is_stored(row));
     match format {
-        PackedFormat::F32 => pool.run_chunks_dynamic(
-            &mut panels.as_mut_slice::<f32>()[bytes.start / 4..bytes.end / 4],
-            n_bytes / 4,
-            &|p, panel| {
-                let mut values = vec![0.0; n_columns];
-                for (c, row) in rows(p) {
-                    dequantize_row(row, &mut values);
-                    put_f32(panel, c, &values);
-                }
-            },
-        ),
-        PackedFormat::BF16 => pool.run_chunks_dynamic(
-            &mut panels.as_mut_slice::<u16>()[bytes.start / 2..bytes.end / 2],
-            n_bytes / 2,
-            &|p, panel| {
-                let (of_panel, mut values) = (rows(p), vec![0.0; n_columns]);
-                let (stored, others): (Vec<_>, Vec<_>) =
-                    of_panel.partition(|(_, row)| row.dtype == DType::BF16);
-                put_stored_bf16(panel, &stored);
-                for (c, row) in others {
-                    dequantize_row(row, &mut values);
-                    put_bf16(panel, c, &values);
-                }
-            },
-        ),
-        _ => pool.run_chunks_dynamic(&mut panels.as_mut_slice::<u8>()[bytes], n_bytes, &|p, panel| {
-            if let Some(grid) = format.grid() {
-                let mut quantizer = Quantizer::new(grid, n_columns);
-                return rows(p).for_each(|(c, row)| put_quantized(format, panel, c, quantizer.quantize(row)));
-            }
-            let (stored, plain): (Vec<_>, Vec<_>) = rows(p).partition(|(_, row)| row.dtype.is_quantized());
-            put_stored_blocks(format, n_columns, panel, &stored);
-            for (c, row) in plain {
-                assert_eq!(format, PackedFormat::Q8_0, "a grouped format accepts its own block types only");
-                let mut values = vec![0.0; n_columns];
-                dequantize_row(row, &mut values);
-                for (g, values) in values.as_chunks().0.iter().enumerate() {
-                    put_block(format, panel, g, c, &quantize_q8_0(values));
-                }
-            }
-        }),
+        PackedFormat::F32 => {}
+        PackedFormat::BF16 => put_stored_bf16(panel, &stored),
+        _ => put_stored_blocks(format, n_columns, panel, &stored),
+    }
+    if others.is_empty() {
+        return;
+    }
+    let mut values = vec![0.0; n_columns];
+    for (c, row) in others {
+        dequantize_row(row, &mut values);
+        match format {
+            PackedFormat::F32 => put_f32(panel, c, &values),
+            PackedFormat::BF16 => put_bf16(panel, c, &values),
+            PackedFormat::Q8_0 => put_q8_0(panel, c, &values),
+            _ => panic!("{format:?} accepts its own block types only"),
+        }
     }
 }
 
 /// Writes column `c` of an F32 panel.
-fn put_f32(panel: &mut [f32], c: usize, values: &[f32]) {
-    for (line, &value) in panel.chunks_exact_mut(PANEL).zip(values) {
-        line[c] = value;
+fn put_f32(panel: &mut [u8], c: usize, values: &[f32]) {
+    for (line, value) in panel.chunks_exact_mut(UNIT * PANEL).zip(values) {
+        line[UNIT * c..][..UNIT].copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// Writes column `c` of a Q8_0 panel.
+fn put_q8_0(panel: &mut [u8], c: usize, values: &[f32]) {
+    for (g, values) in values.as_chunks().0.iter().enumerate() {
+        put_block(PackedFormat::Q8_0, panel, g, c, &quantize_q8_0(values));
     }
 }
 
 /// Writes column `c` of a BF16 panel, rounded to nearest even.
-fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
-    for (line, pair) in panel.chunks_exact_mut(2 * PANEL).zip(values.chunks(2)) {
-        for (slot, &value) in line[2 * c..].iter_mut().zip(pair) {
-            *slot = bf16::from_f32(value).to_bits();
+fn put_bf16(panel: &mut [u8], c: usize, values: &[f32]) {
+    for (line, pair) in panel.chunks_exact_mut(UNIT * PANEL).zip(values.chunks(2)) {
+        for (number, &value) in line[UNIT * c..].as_chunks_mut().0.iter_mut().zip(pair) {
+            *number = bf16::from_f32(value).to_le_bytes();
         }
     }
 }
 
 /// Writes columns of a BF16 panel from rows in the same type: pairs change their places only. A few pairs of all rows
 /// are written at a time, because the lines of all pairs exceed the first-level cache.
-fn put_stored_bf16(panel: &mut [u16], rows: &[(usize, RowView<'_>)]) {
+fn put_stored_bf16(panel: &mut [u8], rows: &[(usize, RowView<'_>)]) {
     const PAIRS: usize = 64;
-    for (i, lines) in panel.chunks_mut(2 * PANEL * PAIRS).enumerate() {
+    for (i, lines) in panel.chunks_mut(UNIT * PANEL * PAIRS).enumerate() {
         for (c, row) in rows {
-            let numbers: &[[u8; 2]] = row.bytes.as_chunks().0;
-            let numbers = &numbers[2 * PAIRS * i..numbers.len().min(2 * PAIRS * (i + 1))];
-            let (pairs, last) = numbers.as_chunks::<2>();
-            let mut lines = lines.chunks_exact_mut(2 * PANEL).map(|line| &mut line[2 * c..][..2]);
+            let bytes = &row.bytes[UNIT * PAIRS * i..row.bytes.len().min(UNIT * PAIRS * (i + 1))];
+            let (pairs, last) = bytes.as_chunks::<UNIT>();
+            let mut lines = lines.chunks_exact_mut(UNIT * PANEL).map(|line| &mut line[UNIT * c..][..UNIT]);
             for (pair, line) in pairs.iter().zip(lines.by_ref()) {
-                line.copy_from_slice(&pair.map(u16::from_le_bytes));
+                line.copy_from_slice(pair);
             }
-            if let (Some(line), Some(&number)) = (lines.next(), last.first()) {
-                line[0] = u16::from_le_bytes(number);
+            if let Some(line) = lines.next() {
+                line[..last.len()].copy_from_slice(last);
             }
         }
     }
@@ -316,21 +318,10 @@ impl PackedMatrix {
         for (&n, values) in rows.iter().zip(values.chunks_exact(n_columns)) {
             assert!(n < self.n_rows, "row {n} of {}", self.n_rows);
             let (p, c) = (n / PANEL, n % PANEL);
+            let panel = &mut self.panels.as_mut_slice()[p * n_bytes..][..n_bytes];
             match self.format {
-                PackedFormat::F32 => {
-                    put_f32(
-                        &mut self.panels.as_mut_slice()[p * n_bytes / 4..(p + 1) * n_bytes / 4],
-                        c,
-                        values,
-                    );
-                }
-                PackedFormat::BF16 => {
-                    put_bf16(
-                        &mut self.panels.as_mut_slice()[p * n_bytes / 2..(p + 1) * n_bytes / 2],
-                        c,
-                        values,
-                    );
-                }
+                PackedFormat::F32 => put_f32(panel, c, values),
+                PackedFormat::BF16 => put_bf16(panel, c, values),
                 format => panic!("rows of {format:?} cannot be replaced"),
             }
         }
