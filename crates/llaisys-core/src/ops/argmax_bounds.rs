@@ -5,7 +5,6 @@
 
 use super::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::error::DeviceError;
-use crate::quant::BLOCK_LEN;
 use crate::threads::Pool;
 
 /// The format of the copy.
@@ -52,9 +51,8 @@ impl ArgmaxBounds {
             return Ok(None);
         }
         let mut squares = vec![Squares::default(); matrix.n_panels()];
-        let copy = matrix.to_q8_0(pool, &mut squares, &|of_panel, c, group, copied| {
-            of_panel.errors[c] += sum_of_squares(|i| f64::from(group[i]) - f64::from(copied[i]));
-            of_panel.copies[c] += sum_of_squares(|i| f64::from(copied[i]));
+        let copy = matrix.to_q8_0(pool, &mut squares, &|of_panel, group, copied| {
+            group.iter().zip(copied).for_each(|(values, copied)| of_panel.add(values, copied));
         })?;
         let lengths: Vec<_> = squares.iter().map(Squares::lengths).collect();
         let pairs = lengths.iter().flat_map(|of| of.errors.iter().zip(&of.copies));
@@ -94,19 +92,19 @@ struct Squares {
 }
 
 impl Squares {
+    /// Adds an input of each column.
+    fn add(&mut self, values: &[f32; PANEL], copied: &[f32; PANEL]) {
+        for c in 0..PANEL {
+            let (value, copied) = (f64::from(values[c]), f64::from(copied[c]));
+            self.errors[c] += (value - copied) * (value - copied);
+            self.copies[c] += copied * copied;
+        }
+    }
+
     fn lengths(&self) -> Lengths {
         let roots = |squares: [f64; PANEL]| squares.map(|square| round_up(square.sqrt()));
         Lengths { errors: roots(self.errors), copies: roots(self.copies) }
     }
-}
-
-/// The sum of the squares of a group, as eight sums that compilers vectorize.
-fn sum_of_squares(element: impl Fn(usize) -> f64) -> f64 {
-    let mut sums = [0.0; 8];
-    for i in 0..BLOCK_LEN {
-        sums[i % 8] += element(i) * element(i);
-    }
-    sums.iter().sum()
 }
 
 /// An f32 that is at least `x >= 0`, even if `x` has the rounding error of a sum of 2^18 f64 numbers.

@@ -131,20 +131,6 @@ pub fn quantize_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
     best.1
 }
 
-/// Rounds a group to a Q8_0 block at the scale that covers the largest number: less exact than [`quantize_q8_0`], but
-/// much faster.
-pub fn round_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
-    const MAX: f32 = 127.0;
-    let [low, high] = ends(group);
-    let scale = f16::from_f32(high.max(-low) / MAX).to_f32();
-    let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-    let mut q = [0; BLOCK_LEN];
-    for (q, w) in q.iter_mut().zip(group) {
-        *q = to_byte(nearest((w * inverse).clamp(-MAX, MAX)) + 128.0);
-    }
-    Block::scaled(scale, 128, q)
-}
-
 /// The absolute scale at which the grid covers every weight of a group.
 fn reach(grid: Grid, group: &[f32; BLOCK_LEN]) -> f32 {
     let [low, high] = ends(group);
@@ -269,13 +255,13 @@ fn assign(group: &[f32; BLOCK_LEN], step: f32, zero: f32, [least, most]: [f32; 2
 }
 
 /// Rounds a number below 2^22 to the nearest whole number, ties to even: only additions, which compilers vectorize.
-fn nearest(x: f32) -> f32 {
+pub(crate) fn nearest(x: f32) -> f32 {
     const WHOLE: f32 = 12_582_912.0; // 1.5 * 2^23: f32 has no fractions there
     (x + WHOLE) - WHOLE
 }
 
 /// The byte of a whole number of 0 to 255: as `as u8`, but vectorized.
-fn to_byte(x: f32) -> u8 {
+pub(crate) fn to_byte(x: f32) -> u8 {
     const WHOLE: f32 = 8_388_608.0; // 2^23: the last bit of f32 is 1 there
     (x + WHOLE).to_bits() as u8
 }

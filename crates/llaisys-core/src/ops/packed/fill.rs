@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use std::ops::Range;
 
 /// Bytes of four integers, or parts of integers, of each column of a panel.
-const LINE: usize = 4 * PANEL;
+pub(super) const LINE: usize = 4 * PANEL;
 
 /// Bytes of a number in f32, and of a pair of numbers in bf16.
 const UNIT: usize = 4;

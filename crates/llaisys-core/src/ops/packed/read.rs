@@ -32,7 +32,7 @@ impl PackedMatrix {
 }
 
 /// Reads the first elements of column `c` from the lines of a plain format. Panics if the format is grouped.
-pub(super) fn read_plain(format: PackedFormat, lines: &[u8], c: usize, out: &mut [f32]) {
+fn read_plain(format: PackedFormat, lines: &[u8], c: usize, out: &mut [f32]) {
     let words = lines.as_chunks::<{ 4 * PANEL }>().0.iter().map(|line| line.as_chunks::<4>().0[c]);
     match format {
         PackedFormat::F32 => {
