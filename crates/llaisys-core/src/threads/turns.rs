@@ -48,8 +48,9 @@ mod tests {
     use super::*;
     use crate::threads::{Chunks, Pool};
 
-    /// Runs a job of `n` pieces on four threads, which write down each piece in its turn.
-    fn order(n: usize, write: impl Fn(&Turn<'_>, usize) + Sync) -> Vec<usize> {
+    /// Runs a job of `n` pieces on four threads, which write down two of three pieces in their turns and then call
+    /// `after`.
+    fn order(n: usize, after: impl Fn(usize) + Sync) -> Vec<usize> {
         let (turns, pieces, order) = (Turns::default(), Chunks::new(n, 1), Mutex::new(Vec::new()));
         Pool::new(4).unwrap().run(&|_| {
             while let Some(piece) = pieces.take() {
@@ -58,7 +59,7 @@ mod tests {
                     turn.wait();
                     order.lock().unwrap().push(piece.start);
                 }
-                write(&turn, piece.start);
+                after(piece.start);
             }
         });
         order.into_inner().unwrap()
@@ -68,12 +69,12 @@ mod tests {
     #[test]
     fn turns_come_in_order() {
         let want: Vec<usize> = (0..1000).filter(|piece| piece % 3 != 1).collect();
-        assert_eq!(order(1000, |_, _| ()), want);
+        assert_eq!(order(1000, |_| ()), want);
     }
 
     #[test]
     fn a_panic_ends_a_turn() {
-        let order = std::panic::catch_unwind(|| order(100, |_, piece| assert_ne!(piece, 50)));
+        let order = std::panic::catch_unwind(|| order(100, |piece| assert_ne!(piece, 50)));
         assert!(order.is_err(), "piece 50 panicked");
     }
 }
