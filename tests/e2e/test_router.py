@@ -194,9 +194,7 @@ def test_a_drain_behind_a_router_loses_no_request_and_runs_none_twice(tmp_path: 
 
         answers = [pool.submit(stream, i) for i in range(n_clients * n_each)]
         leaving, staying = servers
-        # One that runs after another has ended: at least two were served.
-        leaving.wait_for(lambda: leaving.metric("vllm:request_success_total") >= 1)
-        leaving.wait_for(lambda: leaving.metric("vllm:num_requests_running") >= 1)
+        leaving.wait_for(lambda: leaving.metric("vllm:num_requests_running") >= 2)
         assert leaving.stop(signal.SIGTERM) == 0
         for answer in answers:
             found = answer.result(timeout=END_S)
