@@ -9,11 +9,10 @@ use crate::threads::Pool;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Bytes of four integers, or parts of integers, of each column of a panel.
-pub(super) const LINE: usize = 4 * PANEL;
-
-/// Bytes of a number in f32, and of a pair of numbers in bf16.
-const UNIT: usize = 4;
+/// Bytes of a column in a line: a number in f32, a pair of numbers in bf16, or four integers or parts of integers.
+const WORD: usize = 4;
+/// Bytes of a line, which has a word of each column.
+pub(super) const LINE: usize = WORD * PANEL;
 
 /// Consecutive panels of a matrix, to be packed; they are zero before.
 pub struct Panels<'a> {
@@ -80,8 +79,8 @@ fn fill_panel<'s>(
 
 /// Writes column `c` of an F32 panel.
 fn put_f32(panel: &mut [u8], c: usize, values: &[f32]) {
-    for (line, value) in panel.chunks_exact_mut(UNIT * PANEL).zip(values) {
-        line[UNIT * c..][..UNIT].copy_from_slice(&value.to_le_bytes());
+    for (line, value) in panel.chunks_exact_mut(LINE).zip(values) {
+        line[WORD * c..][..WORD].copy_from_slice(&value.to_le_bytes());
     }
 }
 
@@ -94,8 +93,8 @@ fn put_q8_0(panel: &mut [u8], c: usize, values: &[f32]) {
 
 /// Writes column `c` of a BF16 panel, rounded to nearest even.
 fn put_bf16(panel: &mut [u8], c: usize, values: &[f32]) {
-    for (line, pair) in panel.chunks_exact_mut(UNIT * PANEL).zip(values.chunks(2)) {
-        for (number, &value) in line[UNIT * c..].as_chunks_mut().0.iter_mut().zip(pair) {
+    for (line, pair) in panel.chunks_exact_mut(LINE).zip(values.chunks(2)) {
+        for (number, &value) in line[WORD * c..].as_chunks_mut().0.iter_mut().zip(pair) {
             *number = bf16::from_f32(value).to_le_bytes();
         }
     }
@@ -105,11 +104,11 @@ fn put_bf16(panel: &mut [u8], c: usize, values: &[f32]) {
 /// are written at a time, because the lines of all pairs exceed the first-level cache.
 fn put_stored_bf16(panel: &mut [u8], rows: &[(usize, RowView<'_>)]) {
     const PAIRS: usize = 64;
-    for (i, lines) in panel.chunks_mut(UNIT * PANEL * PAIRS).enumerate() {
+    for (i, lines) in panel.chunks_mut(LINE * PAIRS).enumerate() {
         for (c, row) in rows {
-            let bytes = &row.bytes[UNIT * PAIRS * i..row.bytes.len().min(UNIT * PAIRS * (i + 1))];
-            let (pairs, last) = bytes.as_chunks::<UNIT>();
-            let mut lines = lines.chunks_exact_mut(UNIT * PANEL).map(|line| &mut line[UNIT * c..][..UNIT]);
+            let bytes = &row.bytes[WORD * PAIRS * i..row.bytes.len().min(WORD * PAIRS * (i + 1))];
+            let (pairs, last) = bytes.as_chunks::<WORD>();
+            let mut lines = lines.chunks_exact_mut(LINE).map(|line| &mut line[WORD * c..][..WORD]);
             for (pair, line) in pairs.iter().zip(lines.by_ref()) {
                 line.copy_from_slice(pair);
             }

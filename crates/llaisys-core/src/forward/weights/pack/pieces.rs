@@ -109,9 +109,9 @@ impl Packer<'_> {
         pieces: Pieces,
         pack: &(dyn Fn(Panels<'_>, Reader<'_>, &mut Buffers) -> Result<()> + Sync),
     ) -> Result<()> {
-        let (turns, one) = (Turns::default(), Pool::new(1)?);
-        let of_pieces = if pieces.are_shared { &one } else { self.pool };
-        matrix.fill_in_pieces(of_pieces, pieces.n_rows, &|i, panels| {
+        let turns = Turns::default();
+        let one = pieces.are_shared.then(|| Pool::new(1)).transpose()?;
+        matrix.fill_in_pieces(one.as_ref().unwrap_or(self.pool), pieces.n_rows, &|i, panels| {
             // Before anything that can fail: the pieces after this one wait for the end of its turn.
             let turn = turns.of(i);
             let known = self.workers.lock().unwrap_or_else(PoisonError::into_inner).pop();
