@@ -14,9 +14,9 @@ from llaisys.engine.request import Request
 from llaisys.engine.spec_decode.ngram import OwnTokens
 from llaisys.engine.spec_decode.proposer import HostProposer
 from llaisys.engine.spec_decode.token_index import (
-    OCCURRENCES_MAX,
     Match,
     Ngram,
+    Positions,
     continuation,
     longest,
     ngram_before,
@@ -26,6 +26,9 @@ from llaisys.engine.spec_decode.token_index import (
 MIN_MATCH = 3
 # Tokens of all earlier outputs that are kept.
 EARLIER_TOKENS_MAX = 1 << 19
+# Low bits of a position that are its place in an output; the others are the number of the output.
+_PLACE_BITS = 20
+assert EARLIER_TOKENS_MAX < 1 << _PLACE_BITS
 
 
 class EarlierOutputs:
@@ -36,10 +39,10 @@ class EarlierOutputs:
     """
 
     def __init__(self, max_outputs: int, max_tokens: int = EARLIER_TOKENS_MAX) -> None:
-        self._max_outputs, self._max_tokens = max_outputs, max_tokens
-        self._outputs: OrderedDict[int, tuple[str, array[int]]] = OrderedDict()
-        # Number of the output and position in it.
-        self._after: dict[tuple[str, Ngram], list[tuple[int, int]]] = {}
+        self._max_outputs, self._max_tokens = max_outputs, min(max_tokens, EARLIER_TOKENS_MAX)
+        # By number, with what the keys of its n-grams begin with.
+        self._outputs: OrderedDict[int, tuple[bytes, array[int]]] = OrderedDict()
+        self._after = Positions()
         self._n_added = self._n_tokens = 0
 
     def __len__(self) -> int:
@@ -58,34 +61,37 @@ class EarlierOutputs:
 
     def add(self, salt: str, tokens: array[int]) -> None:
         """Add an output, and drop the oldest ones beyond the bounds."""
-        tokens = tokens[: self._max_tokens]
+        tokens, prefix = tokens[: self._max_tokens], _prefix(salt)
         number = self._n_added
         self._n_added += 1
-        self._outputs[number] = (salt, tokens)
+        self._outputs[number] = (prefix, tokens)
         self._n_tokens += len(tokens)
         for end in range(MIN_MATCH, len(tokens) + 1):
-            places = self._after.setdefault((salt, ngram_before(tokens, end, MIN_MATCH)), [])
-            places.append((number, end))
-            if len(places) > OCCURRENCES_MAX:
-                del places[0]
+            ngram = prefix + ngram_before(tokens, end, MIN_MATCH)
+            self._after.add(ngram, number << _PLACE_BITS | end)
         while len(self._outputs) > self._max_outputs or self._n_tokens > self._max_tokens:
             self._drop_oldest()
 
     def matches(self, salt: str, key: Ngram) -> list[Match]:
         """Return the newest positions after an n-gram, newest first."""
-        places = reversed(self._after.get((salt, key), ()))
-        return [Match(self._outputs[number][1], at) for number, at in places]
+        outputs, places = self._outputs, (1 << _PLACE_BITS) - 1
+        return [
+            Match(outputs[position >> _PLACE_BITS][1], position & places)
+            for position in reversed(self._after.of(_prefix(salt) + key))
+        ]
 
     def _drop_oldest(self) -> None:
-        number, (salt, tokens) = self._outputs.popitem(last=False)
+        number, (prefix, tokens) = self._outputs.popitem(last=False)
         self._n_tokens -= len(tokens)
         for end in range(MIN_MATCH, len(tokens) + 1):
-            key = (salt, ngram_before(tokens, end, MIN_MATCH))
-            places = [place for place in self._after.get(key, ()) if place[0] != number]
-            if places:
-                self._after[key] = places
-            else:
-                self._after.pop(key, None)
+            ngram = prefix + ngram_before(tokens, end, MIN_MATCH)
+            self._after.drop(ngram, below=(number + 1) << _PLACE_BITS)
+
+
+def _prefix(salt: str) -> bytes:
+    """Return what the keys of a salt's n-grams begin with. All keys end with MIN_MATCH tokens, so the keys of
+    two salts differ."""
+    return salt.encode("utf-8", "surrogatepass")
 
 
 class SuffixProposer(HostProposer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +14,46 @@ OCCURRENCES_MAX = 8
 
 Ngram: TypeAlias = bytes
 _ITEM_BYTES = array("i").itemsize
+_POSITION_BYTES = array("q").itemsize
+_POSITIONS_BYTES_MAX = OCCURRENCES_MAX * _POSITION_BYTES
 
 
 def ngram_before(tokens: array[int], end: int, n: int) -> Ngram:
     """Return the key of the `n` tokens before position `end`."""
     return tokens[end - n : end].tobytes()
+
+
+class Positions:
+    """The newest OCCURRENCES_MAX numbers that were added for each n-gram, ascending.
+
+    There may be half a million n-grams. The numbers of each are in one `bytes` object, because lists and
+    tuples are objects that the garbage collector visits, during which no request gets a token.
+    """
+
+    def __init__(self) -> None:
+        self._by_ngram: dict[Ngram, bytes] = {}
+
+    def __len__(self) -> int:
+        """Return the number of n-grams."""
+        return len(self._by_ngram)
+
+    def add(self, ngram: Ngram, position: int) -> None:
+        """Add a number that is larger than all others of the n-gram."""
+        new = position.to_bytes(_POSITION_BYTES, sys.byteorder)
+        old = self._by_ngram.get(ngram)
+        self._by_ngram[ngram] = new if old is None else (old + new)[-_POSITIONS_BYTES_MAX:]
+
+    def of(self, ngram: Ngram) -> array[int]:
+        """Return the numbers of an n-gram."""
+        return array("q", self._by_ngram.get(ngram, b""))
+
+    def drop(self, ngram: Ngram, below: int) -> None:
+        """Drop the numbers of an n-gram that are smaller than `below`."""
+        kept = array("q", (position for position in self.of(ngram) if position >= below))
+        if kept:
+            self._by_ngram[ngram] = kept.tobytes()
+        else:
+            self._by_ngram.pop(ngram, None)
 
 
 class TokenIndex:
@@ -31,7 +67,7 @@ class TokenIndex:
         self.tokens: array[int] = array("i")
         # The key of the last `n` tokens; empty for a shorter text, which no n-gram is.
         self.last_ngram: Ngram = b""
-        self._after: dict[Ngram, list[int]] = {}
+        self._after = Positions()
 
     def extend(self, tokens: array[int]) -> None:
         """Append tokens."""
@@ -40,22 +76,17 @@ class TokenIndex:
         raw, after = self.tokens[begin - n :].tobytes(), self._after
         for end in range(begin, len(self.tokens) + 1):
             at = (end - begin) * _ITEM_BYTES
-            self.last_ngram = ngram = raw[at : at + n * _ITEM_BYTES]
-            if (positions := after.get(ngram)) is None:
-                after[ngram] = [end]
-                continue
-            positions.append(end)
-            if len(positions) > OCCURRENCES_MAX:
-                del positions[0]
+            self.last_ngram = raw[at : at + n * _ITEM_BYTES]
+            after.add(self.last_ngram, end)
 
     def matches_of_end(self) -> list[Match]:
         """Return the earlier positions after the last `n` tokens, newest first."""
         # The last position is the end itself.
         return [Match(self.tokens, at) for at in self.positions_after(self.last_ngram)[-2::-1]]
 
-    def positions_after(self, ngram: Ngram) -> Sequence[int]:
+    def positions_after(self, ngram: Ngram) -> array[int]:
         """Return the newest positions after an n-gram of `n` tokens, ascending."""
-        return self._after.get(ngram, ())
+        return self._after.of(ngram)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
 
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from llaisys.engine.spec_decode.token_index import (
     OCCURRENCES_MAX,
     Match,
+    Positions,
     TokenIndex,
     continuation,
     longest,
@@ -35,6 +37,32 @@ def test_positions_are_those_of_a_search_over_the_text(
         found = [at for at in range(n, len(tokens) + 1) if tokens[at - n : at] == ngram]
         key = ngram_before(index.tokens, end, n)
         assert [*index.positions_after(key)] == found[-OCCURRENCES_MAX:]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=60))
+def test_positions_are_dropped_from_the_oldest_on(steps: list[tuple[int, bool]]) -> None:
+    """Adds a position to one of three n-grams, or drops those of an n-gram that are older than the newest
+    two additions."""
+    positions, kept = Positions(), dict[bytes, list[int]]()
+    for at, (key, drops) in enumerate(steps):
+        ngram = b"%d" % key
+        if drops:
+            positions.drop(ngram, below=at - 2)
+            kept[ngram] = [each for each in kept.get(ngram, []) if each >= at - 2]
+        else:
+            positions.add(ngram, at)
+            kept[ngram] = [*kept.get(ngram, []), at][-OCCURRENCES_MAX:]
+        assert [*positions.of(ngram)] == kept[ngram]
+        assert len(positions) == sum(map(bool, kept.values()))
+
+
+def test_an_ngram_is_no_object_for_the_garbage_collector() -> None:
+    """Half a million would take a full collection tenths of a second."""
+    positions = Positions()
+    n_before = len(gc.get_objects())
+    for at in range(30_000):
+        positions.add(b"%d" % (at % 20_000), at)  # once or twice
+    assert len(gc.get_objects()) - n_before < 100
 
 
 def test_the_longest_matches_are_kept() -> None:
