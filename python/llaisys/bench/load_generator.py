@@ -14,7 +14,7 @@ import numpy as np
 from llaisys.bench.http_client import Message, Target, send
 from llaisys.bench.request_record import RequestRecord
 from llaisys.bench.workload import Conversation
-from llaisys.garbage_collector import frozen_garbage_collector
+from llaisys.interpreter import responsive_interpreter
 
 if TYPE_CHECKING:
     import aiohttp
@@ -73,7 +73,7 @@ async def run_load(
     """
     slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     overhead = ClientOverhead()
-    with frozen_garbage_collector():
+    with responsive_interpreter():
         watch = asyncio.create_task(_watch_lag(overhead.lags_s))
         cpu_s, start_s = time.process_time(), time.perf_counter()
 

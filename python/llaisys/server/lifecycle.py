@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from llaisys.config import Config
-from llaisys.garbage_collector import frozen_garbage_collector
+from llaisys.interpreter import responsive_interpreter
 from llaisys.job_process import trim
 from llaisys.logs import STDOUT, LineHandler, LineWriter, start_log
 from llaisys.registry import ModelRegistry
@@ -182,7 +182,7 @@ class Lifecycle:
         try:
             await _first_of(loading, self._stop)
             if loading.done():
-                with frozen_garbage_collector():
+                with responsive_interpreter():
                     exit_code = await self._serve_until_stopped(loading.result())
         finally:
             self._state.draining = True
