@@ -42,14 +42,13 @@ class RequestOutputCollector:
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, merges: bool = True) -> None:
         self._clock = clock
         self._merges = merges
-        self._is_waiting = False
+        self._reader: asyncio.Future[None] | None = None  # of a reader that waits in `get`
         self._late_since_s: float | None = None
         self._lags: deque[tuple[float, float]] = deque(maxlen=N_LAGS_MAX)
         self._deltas: deque[RequestOutput] = deque()
         self._n_bytes = 0
         self._n_bytes_in_delivery = 0
         self._error: LlaisysError | None = None
-        self._is_ready = asyncio.Event()
 
     @property
     def num_bytes(self) -> int:
@@ -77,23 +76,21 @@ class RequestOutputCollector:
     async def get(self) -> RequestOutput:
         """Wait for output and return it as one delta. Raises the error of `fail`."""
         self._lags.extend(self._lag())
-        self._late_since_s, self._is_waiting = None, True
+        self._late_since_s = None
         self._n_bytes_in_delivery = 0
-        try:
-            await self._is_ready.wait()
-        finally:
-            self._is_waiting = False
-        self._is_ready.clear()
+        if not self._deltas and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         self._n_bytes_in_delivery = self._n_bytes
         if self._deltas:
             delta = self._deltas.popleft()
             if not self._deltas:
                 self._n_bytes = 0
-            if self._deltas or self._error is not None:
-                self._is_ready.set()
             return delta
-        if self._error is None:
-            raise AssertionError("the collector was woken without an output")
+        assert self._error is not None, "the collector was woken without an output"
         raise self._error
 
     def lags(self) -> list[tuple[float, float]]:
@@ -101,8 +98,10 @@ class RequestOutputCollector:
         return [*self._lags, *self._lag()]
 
     def _on_output(self) -> None:
-        self._is_ready.set()
-        if not self._is_waiting and self._late_since_s is None:
+        if self._reader is not None:
+            if not self._reader.done():  # a second output may arrive before the reader runs
+                self._reader.set_result(None)
+        elif self._late_since_s is None:
             self._late_since_s = self._clock()
 
     def _lag(self) -> list[tuple[float, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter
@@ -154,14 +154,6 @@ async def _echo(engine: AsyncLLM, prompt: Prompt, ids: list[int], params: Sampli
     return Echo(text, await engine.decode(ids[:1]))
 
 
-@dataclass(slots=True)
-class _Choice:
-    """The state of one choice between its deltas."""
-
-    logprobs: CompletionLogprobs
-    is_open: bool = field(default=False)
-
-
 class TextCompletionBuilder:
     """Builds `text_completion` chunks, or one object of the same name from them.
 
@@ -177,7 +169,8 @@ class TextCompletionBuilder:
         self._chunk_builder = ChunkBuilder(meta, "text_completion", self.usage, options)
         self._options = options
         self._echoes = echoes
-        self._choices: dict[int, _Choice] = {}
+        # Of each choice that has a delta.
+        self._logprobs: dict[int, CompletionLogprobs] = {}
         # Logprobs to echo, by prompt, until each of its choices has echoed them.
         self._echoed: dict[int, Sequence[Mapping[int, Logprob] | None]] = {}
         # The choices of an unstreamed response, and by prompt the fields that its choices share.
@@ -211,9 +204,10 @@ class TextCompletionBuilder:
 
     def _choice_chunks(self, prompt: int, prompt_ids: list[int], output: CompletionOutput) -> Iterator[Json]:
         options, index = self._options, prompt * self._options.n + output.index
-        writer = CompletionLogprobs(ids_as_tokens=options.ids_as_tokens)
-        state = self._choices.setdefault(index, _Choice(writer))
-        is_first, state.is_open = not state.is_open, True
+        is_first = index not in self._logprobs
+        if is_first:
+            self._logprobs[index] = CompletionLogprobs(ids_as_tokens=options.ids_as_tokens)
+        writer = self._logprobs[index]
         blank: Json = {
             "index": index,
             "text": "",
@@ -226,12 +220,12 @@ class TextCompletionBuilder:
         if options.token_ids:
             blank["token_ids"], own = [], {"token_ids": output.token_ids}
             first = {"prompt_token_ids": prompt_ids} if is_first else {}
-        for echo in self._echo(prompt, prompt_ids, state.logprobs) if is_first else ():
+        for echo in self._echo(prompt, prompt_ids, writer) if is_first else ():
             yield {**blank, **echo, **first}
             first = {}
         logprobs = None
         if options.n_top is not None and output.logprobs:
-            logprobs = state.logprobs.delta(output.token_ids, output.logprobs, options.n_top)
+            logprobs = writer.delta(output.token_ids, output.logprobs, options.n_top)
         if output.text or logprobs or output.finish_reason or own:
             ends = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
             yield {**blank, "text": output.text, "logprobs": logprobs, **ends, **own, **first}
@@ -252,7 +246,7 @@ class TextCompletionBuilder:
             made = logprobs.delta(ids[at:until], given[at:until], n_top, echo.first_token)
             yield {"text": "" if at else echo.text, "logprobs": made}
         first = prompt * self._options.n
-        if all(index in self._choices for index in range(first, first + self._options.n)):
+        if all(index in self._logprobs for index in range(first, first + self._options.n)):
             del self._echoed[prompt]
 
     def closing(self) -> list[Json]:
