@@ -82,7 +82,7 @@ class Gateway:
         assert isinstance(response, DeploymentResponseGenerator)  # because of `stream`
         work = asyncio.ensure_future(Relay(scope, send).run(response))
         try:
-            await until_done_or_gone(work, receive, lambda: None)
+            await until_done_or_gone(work, receive, lambda: True)
         finally:
             response.cancel()  # type: ignore[no-untyped-call]  # without an effect on a response that has ended
         if not work.cancelled():

@@ -10,16 +10,18 @@ import asyncio
 import logging
 import re
 import select
+import weakref
 from collections import deque
 from http import HTTPStatus
 from typing import Protocol
 
 import h11
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from llaisys.server.http_errors import ApiError, to_json
 from llaisys.server.listener import ConnectionLimit
+from llaisys.server.stream_writer import BODY_WRITER
 
 HEAD_BYTES_MAX = 32 * 1024
 HEADERS_MAX = 100
@@ -28,9 +30,9 @@ HEADERS_MAX = 100
 FRAMING_BYTES_MAX = 16 * 1024
 # Bytes passed to the parser in one call. A chunk may have one byte, which is six with its framing.
 CHUNKED_PIECE_BYTES, BODY_PIECE_BYTES = 2 * 1024, 64 * 1024
-# About 3 ms of h11 (5 us per event). A request head counts as EVENTS_PER_REQUEST, for the task that it
-# starts.
-EVENTS_PER_ITERATION, EVENTS_PER_REQUEST = 512, 64
+# About 3 ms of h11 (5 us per event). The head of a request counts as EVENTS_PER_REQUEST, for the task that it
+# starts, and so does the end of its body, with which the task continues.
+EVENTS_PER_ITERATION, EVENTS_PER_REQUEST = 512, 128
 BLANK_LINE = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
 # Bytes that are received but not parsed; more stay in the kernel. One read of asyncio (256 KiB) may be added.
 INPUT_BYTES_MAX = 64 * 1024
@@ -77,6 +79,8 @@ class RequestParser(h11.Connection):
             self._begin_body(event)
             self.n_headers += len(event.headers)
             self.n_events += EVENTS_PER_REQUEST + len(event.headers)
+        elif isinstance(event, h11.EndOfMessage):
+            self.n_events += EVENTS_PER_REQUEST
         elif isinstance(event, h11.Data):
             self.n_events += 1
             if self._length_left is None:
@@ -212,6 +216,27 @@ class ReadControl(FlowControl):
             self._transport.resume_reading()
 
 
+class ChunkWriter:
+    """The extension BODY_WRITER of one request. A chunked body has no state between two chunks (RFC 9112,
+    7.1), so h11 does not need to see them."""
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport, flow: FlowControl) -> None:
+        # The cycle has this writer in its scope. A cycle of references would leave each request, with all of
+        # its objects, to a full garbage collection.
+        self._cycle = weakref.ref(cycle)
+        self._transport, self._flow = transport, flow
+
+    def __call__(self, data: bytes) -> bool:
+        """Write one chunk; return False if that must wait or the response is not open."""
+        cycle = self._cycle()
+        if cycle is None or self._flow.write_paused or cycle.disconnected:
+            return False
+        if cycle.response_complete or not cycle.response_started:
+            return False
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
 class Connection(H11Protocol):
     """uvicorn's connection with further bounds. Use `connection_class`.
 
@@ -278,6 +303,9 @@ class Connection(H11Protocol):
             return 0
         if self.cycle is not cycle:
             self.limit.mark_busy(self._fd)
+            if self.cycle.scope["http_version"] == "1.1":  # HTTP/1.0 has no chunks
+                writer = ChunkWriter(self.cycle, self.transport, self.flow)
+                self.cycle.scope["extensions"] = {BODY_WRITER: writer}  # type: ignore[dict-item]  # not JSON
         self.flow.limit_input(len(self._received))
         self._watch()
         n_events = self.conn.n_events - before[0]

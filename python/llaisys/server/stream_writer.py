@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from llaisys.server.http_errors import to_json
 from llaisys.server.response_body import PIECE_BYTES
@@ -15,6 +15,12 @@ from llaisys.server.response_body import PIECE_BYTES
 HEADERS_WAIT_S = 10.0
 PING_INTERVAL_S = 15.0
 SMALL_BYTES = 8 * 1024
+# The name of an extension in ASGI's `scope["extensions"]`: a function that writes a piece of a body without a
+# length at once, past the middleware. It returns False, having written nothing, if `send` must be awaited
+# instead, because the client has to read first or the response is not open. It belongs to the `send` of the
+# same call: who passes another `send` passes a scope without it.
+BODY_WRITER = "llaisys.body_writer"
+BodyWriter: TypeAlias = Callable[[bytes], bool]
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -48,6 +54,11 @@ DATA_EVENTS = StreamFormat(
 )
 
 
+def body_writer_of(scope: Scope) -> BodyWriter:
+    """Return the extension BODY_WRITER of an ASGI call, or a function that never writes."""
+    return cast("BodyWriter", scope.get("extensions", {}).get(BODY_WRITER, lambda _: False))
+
+
 class StreamWriter:
     """Writes chunks to one client. Two tasks use it: the stream's task, and the task that sends pings.
 
@@ -58,6 +69,7 @@ class StreamWriter:
     - `opening`: chunks to send with the headers.
     - `on_stall`: called when a write has been blocked for `stall_s` seconds: the client has stopped reading,
       and its stream would keep KV cells.
+    - `write_now`: `body_writer_of` the same call as `send`. It takes most pieces, those that are small.
     - States: unsent -> open -> closed. A lock makes each transition atomic with the bytes that it sends.
     """
 
@@ -69,6 +81,7 @@ class StreamWriter:
         opening: Iterable[Any],
         on_stall: Callable[[], object],
         stall_s: float,
+        write_now: BodyWriter = lambda _: False,
     ) -> None:
         self._send = send
         self._format = format
@@ -76,6 +89,7 @@ class StreamWriter:
         self._opening = opening
         self._on_stall = on_stall
         self._stall_s = stall_s
+        self._write_now = write_now
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._is_open = False
@@ -145,6 +159,9 @@ class StreamWriter:
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         """Write with the lock held. Sends nothing after the terminator."""
         if self._is_closed or (more and not data):
+            return
+        if more and len(data) <= SMALL_BYTES and self._write_now(data):
+            self._last_sent_s = self._loop.time()
             return
         self._is_closed = not more
         stall = self._loop.call_later(self._stall_s, self._on_stall)

@@ -21,7 +21,7 @@ from llaisys.server.logprobs import has_many_logprobs
 from llaisys.server.metrics import SEND_TIMEOUT
 from llaisys.server.response_body import PIECE_BYTES, Json, send_parts
 from llaisys.server.state import RequestEntry, state_of
-from llaisys.server.stream_writer import StreamWriter
+from llaisys.server.stream_writer import StreamWriter, body_writer_of
 
 Deltas: TypeAlias = AsyncIterator[RequestOutput]
 _Item: TypeAlias = RequestOutput | Exception | None
@@ -118,13 +118,13 @@ class CompletionResponse(Response):
         self._entry = entry
         return self
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI). The body was read before, so `receive` only reports a disconnect."""
         if self._entry is None:
-            await self._run(receive, send)
+            await self._run(scope, receive, send)
             return
         with state_of(self._request).requests.open(self._entry, self.cancel):
-            await self._run(receive, send)
+            await self._run(scope, receive, send)
 
     def cancel(self) -> None:
         """Abort the engine's requests. Each ends within a step with a last output."""
@@ -133,9 +133,9 @@ class CompletionResponse(Response):
         for request_id in self._entry.request_ids:
             self._entry.engine.abort(request_id)
 
-    async def _run(self, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(
-            self._send_stream(send) if self.is_stream else self._send_collected(send)
+            self._send_stream(scope, send) if self.is_stream else self._send_collected(send)
         )
         try:
             await until_done_or_gone(work, receive, self._note_gone)
@@ -152,16 +152,18 @@ class CompletionResponse(Response):
         if not work.cancelled():
             work.result()
 
-    def _note_gone(self) -> None:
-        """Note that the client has disconnected.
+    def _note_gone(self) -> bool:
+        """Note that the client has disconnected; return False if the response was complete.
 
         `receive` also reports a disconnect after the last byte, before the work has returned. A response with
-        an end reason was complete.
+        an end reason is complete.
         """
-        if "end_reason" not in notes_of(self._request):
-            note(self._request, end_reason="client_gone")
+        if "end_reason" in notes_of(self._request):
+            return False
+        note(self._request, end_reason="client_gone")
+        return True
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, scope: Scope, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         stall_s = state_of(self._request).config.send_timeout_s
@@ -171,7 +173,13 @@ class CompletionResponse(Response):
             task.cancel()
 
         writer = StreamWriter(
-            send, self._builder.stream_format, self._extra_headers, self._builder.opening(), on_stall, stall_s
+            send,
+            self._builder.stream_format,
+            self._extra_headers,
+            self._builder.opening(),
+            on_stall,
+            stall_s,
+            body_writer_of(scope),
         )
         keep_alive_task = asyncio.ensure_future(writer.keep_alive())
         try:
@@ -261,14 +269,15 @@ class CompletionResponse(Response):
 
 
 async def until_done_or_gone(
-    work: asyncio.Future[None], receive: Receive, on_gone: Callable[[], object]
+    work: asyncio.Future[None], receive: Receive, on_gone: Callable[[], bool]
 ) -> None:
-    """Wait until `work` is done. If the client disconnects before, call `on_gone` and cancel it."""
+    """Wait until `work` is done. If the client disconnects before, call `on_gone`, which returns True if the
+    work is then to be canceled."""
     gone = asyncio.ensure_future(_client_gone(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            on_gone()
+        if not work.done() and not on_gone():
+            await asyncio.wait({work})
     finally:
         for task in (work, gone):
             task.cancel()

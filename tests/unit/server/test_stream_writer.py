@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from llaisys.server.stream_writer import DATA_EVENTS, StreamFormat, StreamWriter, named_frame
+from llaisys.server.stream_writer import DATA_EVENTS, SMALL_BYTES, StreamFormat, StreamWriter, named_frame
+from waiting import until
 
 ERROR = {"error": {"code": "engine_dead"}}
 
@@ -21,6 +22,13 @@ class Client:
         self.hangs = False
         self.stall_s = 30.0
         self.stalled = asyncio.Event()
+        self.accepts = False  # pieces that are written at once
+
+    def write_now(self, data: bytes) -> bool:
+        if self.accepts:
+            self.sent.append({"type": "piece", "body": data})
+            self.news.set()
+        return self.accepts
 
     async def send(self, message: Message) -> None:
         if self.hangs:
@@ -30,7 +38,13 @@ class Client:
 
     def writer(self) -> StreamWriter:
         return StreamWriter(
-            self.send, DATA_EVENTS, {"x-extra": "1"}, [{"opening": 1}], self.stalled.set, self.stall_s
+            self.send,
+            DATA_EVENTS,
+            {"x-extra": "1"},
+            [{"opening": 1}],
+            self.stalled.set,
+            self.stall_s,
+            self.write_now,
         )
 
     def raw(self) -> bytes:
@@ -52,6 +66,34 @@ async def test_headers_are_sent_with_the_first_frame(client: Client) -> None:
     await writer.finish([{"c": 1}])
     assert client.raw().endswith(b'data: {"c":1}\n\ndata: [DONE]\n\n')
     assert client.sent[-1]["more_body"] is False
+
+
+async def test_small_frames_are_written_at_once_if_the_client_reads(client: Client) -> None:
+    """Large frames, refused ones and the end are messages."""
+    writer = client.writer()
+    await writer.frames([])
+    for client.accepts, size in ((True, 1), (True, SMALL_BYTES), (False, 1), (True, 2)):
+        await writer.frames([{"a": "x" * size}])
+    await writer.finish([])
+    kinds = [(message["type"], len(message.get("body", b""))) for message in client.sent[2:]]
+    body = "http.response.body"
+    assert kinds == [
+        ("piece", 17),
+        (body, SMALL_BYTES + 16),
+        (body, 0),
+        (body, 17),
+        ("piece", 18),
+        (body, 14),
+    ]
+
+
+async def test_pings_are_written_at_once_if_the_client_reads(client: Client) -> None:
+    writer = client.writer()
+    client.accepts = True
+    keeper = asyncio.create_task(writer.keep_alive(headers_wait_s=0, ping_interval_s=0))
+    await until(lambda: client.raw().count(b": ping\n\n") >= 3)
+    assert [message["type"] for message in client.sent[1:]] == ["piece"] * (len(client.sent) - 1)
+    keeper.cancel()
 
 
 async def test_nothing_is_sent_after_the_terminator(client: Client) -> None:

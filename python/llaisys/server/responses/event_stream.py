@@ -14,7 +14,7 @@ from llaisys.server.metrics import SEND_TIMEOUT
 from llaisys.server.responses.background import BackgroundRun
 from llaisys.server.responses.builder import NAMED_EVENTS
 from llaisys.server.state import state_of
-from llaisys.server.stream_writer import StreamFormat, StreamWriter, named_frame
+from llaisys.server.stream_writer import StreamFormat, StreamWriter, body_writer_of, named_frame
 from llaisys.server.streaming import until_done_or_gone
 
 # The events are kept as frames.
@@ -31,15 +31,19 @@ class EventStream(Response):
         self._first = first
         self._extra_headers = headers
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
-        work = asyncio.ensure_future(self._send(send))
+        work = asyncio.ensure_future(self._send(scope, send))
         note(self._request, stream=True)
-        await until_done_or_gone(work, receive, lambda: note(self._request, end_reason="client_gone"))
+        await until_done_or_gone(work, receive, self._note_gone)
         if not work.cancelled():
             work.result()
 
-    async def _send(self, send: Send) -> None:
+    def _note_gone(self) -> bool:
+        note(self._request, end_reason="client_gone")
+        return True
+
+    async def _send(self, scope: Scope, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         state = state_of(self._request)
@@ -50,7 +54,8 @@ class EventStream(Response):
             task.cancel()
 
         stall_s = state.config.send_timeout_s
-        writer = StreamWriter(send, STORED_EVENTS, self._extra_headers, (), on_stall, stall_s)
+        write_now = body_writer_of(scope)
+        writer = StreamWriter(send, STORED_EVENTS, self._extra_headers, (), on_stall, stall_s, write_now)
         await writer.frames(())  # the headers, because the next event may be late
         keep_alive_task = asyncio.ensure_future(writer.keep_alive())
         try:
