@@ -332,7 +332,7 @@ async def test_pieces_for_a_client_that_does_not_read_are_refused(served: Served
     for _ in range(2):  # the second one lets it write until it is refused
         served.app.go.put_nowait(None)
     await until(lambda: served.app.written.count(False) == 2)
-    assert HIGH_WATER_LIMIT < open_.transport.get_write_buffer_size() <= HIGH_WATER_LIMIT + 2048
+    assert open_.transport.get_write_buffer_size() <= HIGH_WATER_LIMIT + 2048
     writer.transport.abort()
     assert await served.app.seen.get() == "ended"
     assert served.app.written[-1] is False
