@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from llaisys.engine.request import Request
 from llaisys.engine.spec_decode.ngram import OwnTokens
@@ -26,9 +27,8 @@ from llaisys.engine.spec_decode.token_index import (
 MIN_MATCH = 3
 # Tokens of all earlier outputs that are kept.
 EARLIER_TOKENS_MAX = 1 << 19
-# Low bits of a position that are its place in an output; the others are the number of the output.
-_PLACE_BITS = 20
-assert EARLIER_TOKENS_MAX < 1 << _PLACE_BITS
+# Distance between the positions of two outputs: place `at` of output `number` is `number * _STRIDE + at`.
+_STRIDE = EARLIER_TOKENS_MAX + 1
 
 
 class EarlierOutputs:
@@ -66,26 +66,28 @@ class EarlierOutputs:
         self._n_added += 1
         self._outputs[number] = (prefix, tokens)
         self._n_tokens += len(tokens)
-        for end in range(MIN_MATCH, len(tokens) + 1):
-            ngram = prefix + ngram_before(tokens, end, MIN_MATCH)
-            self._after.add(ngram, number << _PLACE_BITS | end)
+        for at, ngram in _ngrams(prefix, tokens):
+            self._after.add(ngram, number * _STRIDE + at)
         while len(self._outputs) > self._max_outputs or self._n_tokens > self._max_tokens:
             self._drop_oldest()
 
     def matches(self, salt: str, key: Ngram) -> list[Match]:
         """Return the newest positions after an n-gram, newest first."""
-        outputs, places = self._outputs, (1 << _PLACE_BITS) - 1
-        return [
-            Match(outputs[position >> _PLACE_BITS][1], position & places)
-            for position in reversed(self._after.of(_prefix(salt) + key))
-        ]
+        positions = reversed(self._after.of(_prefix(salt) + key))
+        places = (divmod(position, _STRIDE) for position in positions)
+        return [Match(self._outputs[number][1], at) for number, at in places]
 
     def _drop_oldest(self) -> None:
         number, (prefix, tokens) = self._outputs.popitem(last=False)
         self._n_tokens -= len(tokens)
-        for end in range(MIN_MATCH, len(tokens) + 1):
-            ngram = prefix + ngram_before(tokens, end, MIN_MATCH)
-            self._after.drop(ngram, below=(number + 1) << _PLACE_BITS)
+        for _, ngram in _ngrams(prefix, tokens):
+            self._after.drop(ngram, below=(number + 1) * _STRIDE)
+
+
+def _ngrams(prefix: bytes, tokens: array[int]) -> Iterator[tuple[int, Ngram]]:
+    """Yield the place after each n-gram of an output, and the key of the n-gram."""
+    for at in range(MIN_MATCH, len(tokens) + 1):
+        yield at, prefix + ngram_before(tokens, at, MIN_MATCH)
 
 
 def _prefix(salt: str) -> bytes:
