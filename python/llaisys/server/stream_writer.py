@@ -54,9 +54,14 @@ DATA_EVENTS = StreamFormat(
 )
 
 
+def _refuse(data: bytes) -> bool:  # noqa: ARG001 -- the signature of a BodyWriter
+    """Write nothing, so that each piece is awaited."""
+    return False
+
+
 def body_writer_of(scope: Scope) -> BodyWriter:
     """Return the extension BODY_WRITER of an ASGI call, or a function that never writes."""
-    return cast("BodyWriter", scope.get("extensions", {}).get(BODY_WRITER, lambda _: False))
+    return cast("BodyWriter", scope.get("extensions", {}).get(BODY_WRITER, _refuse))
 
 
 class StreamWriter:
@@ -81,7 +86,7 @@ class StreamWriter:
         opening: Iterable[Any],
         on_stall: Callable[[], object],
         stall_s: float,
-        write_now: BodyWriter = lambda _: False,
+        write_now: BodyWriter = _refuse,
     ) -> None:
         self._send = send
         self._format = format
