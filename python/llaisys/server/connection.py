@@ -30,9 +30,9 @@ HEADERS_MAX = 100
 FRAMING_BYTES_MAX = 16 * 1024
 # Bytes passed to the parser in one call. A chunk may have one byte, which is six with its framing.
 CHUNKED_PIECE_BYTES, BODY_PIECE_BYTES = 2 * 1024, 64 * 1024
-# About 3 ms of h11 (5 us per event). The head of a request counts as EVENTS_PER_REQUEST, for the task that it
-# starts, and so does the end of its body, with which the task continues.
-EVENTS_PER_ITERATION, EVENTS_PER_REQUEST = 512, 128
+# About 3 ms of h11 (5 us per event). The head of a request counts as more, for the task that it starts, and
+# the end of its body as still more, because the task then does most of its work.
+EVENTS_PER_ITERATION, EVENTS_PER_HEAD, EVENTS_PER_END = 512, 64, 128
 BLANK_LINE = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
 # Bytes that are received but not parsed; more stay in the kernel. One read of asyncio (256 KiB) may be added.
 INPUT_BYTES_MAX = 64 * 1024
@@ -78,9 +78,9 @@ class RequestParser(h11.Connection):
         if isinstance(event, h11.Request):
             self._begin_body(event)
             self.n_headers += len(event.headers)
-            self.n_events += EVENTS_PER_REQUEST + len(event.headers)
+            self.n_events += EVENTS_PER_HEAD + len(event.headers)
         elif isinstance(event, h11.EndOfMessage):
-            self.n_events += EVENTS_PER_REQUEST
+            self.n_events += EVENTS_PER_END
         elif isinstance(event, h11.Data):
             self.n_events += 1
             if self._length_left is None:
