@@ -87,7 +87,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The stats of an engine after its newest step. Totals count since its start.
+    """The stats of an engine after a step. Totals count since its start.
+
+    A client's are those after the newest step in which requests changed, or later, and at most
+    `engine.loop.STATS_INTERVAL_S` old.
 
     - `num_submitted`: requests taken from the inbox, including rejected ones.
     - `num_queued`: waiting requests, without siblings; `max_num_queued_reqs` bounds them.

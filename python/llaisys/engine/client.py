@@ -230,7 +230,7 @@ class EngineClient(ABC):
         return future
 
     def stats(self) -> EngineStats:
-        """Return the engine's stats after its newest step."""
+        """Return the newest stats of the engine; see `EngineListener`."""
         return self._stats
 
     @property
@@ -328,8 +328,9 @@ class EngineClient(ABC):
             case LoraReply(error=error):
                 future.set_exception(error)
 
-    def _receive_step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
-        self._stats = stats
+    def _receive_step(self, outputs: list[EngineOutput], stats: EngineStats | None) -> None:
+        if stats is not None:
+            self._stats = stats
         for output in outputs:
             if output.last:
                 self._remove_open(output.request_id)

@@ -118,10 +118,10 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step, and the engine's stats after it."""
+    """The outputs of one step, and the engine's stats after it, as in `EngineListener`."""
 
     outputs: list[EngineOutput]
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 class TimelineReply(msgspec.Struct, frozen=True, tag=True):

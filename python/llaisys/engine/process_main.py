@@ -86,7 +86,7 @@ def _serve(channel: Channel) -> None:
         send(StartFailed(RejectedError(VERSION_CHANGED.format(start.version, version))))
         return
 
-    def on_step(outputs: list[EngineOutput], stats: EngineStats) -> None:
+    def on_step(outputs: list[EngineOutput], stats: EngineStats | None) -> None:
         send(StepOutputs(outputs, stats))
 
     def on_end(error: EngineDeadError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # Weight of the newest observation in a moving average.
 _NEWEST_WEIGHT = 0.2
@@ -40,7 +40,8 @@ class StepSpeed:
     def observe(self, seconds: float, n_prefill: int) -> StepSpeed:
         """Return the speed after a step that took `seconds` and computed `n_prefill` prompt tokens."""
         if n_prefill == 0:
-            return replace(self, step_s=moving_average(self.step_s, seconds))
+            step_s = moving_average(self.step_s, seconds)
+            return StepSpeed(step_s, self.prefill_token_s, self.prefill_tokens_per_step)
         added_s = max(0.0, seconds - (self.step_s or 0.0))
         if self.prefill_token_s is None:
             return StepSpeed(self.step_s, added_s / n_prefill, n_prefill)

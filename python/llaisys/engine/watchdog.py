@@ -76,15 +76,16 @@ class EngineWatchdog:
         self._watchdog, self._on_stuck = watchdog, on_stuck
         threading.Thread(target=self._wait, name="llaisys-watchdog", daemon=True).start()
 
-    def report(self, engine: Engine, stats: EngineStats, now_s: float) -> None:
-        """Report the engine's numbers, after each iteration of its loop."""
+    def report(self, engine: Engine, stats: EngineStats | None, now_s: float) -> None:
+        """Report the engine's numbers, after each iteration of its loop. `stats`: as in `EngineListener`."""
         if self._watchdog is None:
             return
-        self._stats = stats
+        if stats is not None:
+            self._stats = stats
         deadline_s = engine.requests.waiting.first_deadline_s()
         self._watchdog.report(
             waiting=len(engine.requests.waiting),
-            running=stats.num_running,
+            running=len(engine.requests.running),
             seconds_to_deadline=None if deadline_s is None else deadline_s - now_s,
             predicted_step_s=engine.longest_step_s,
         )
@@ -131,7 +132,7 @@ class EngineWatchdog:
 
         Never waits for the engine, whose thread is blocked.
         """
-        requests, stats = engine.requests, self._stats
+        requests, recorder, stats = engine.requests, engine.stats_recorder, self._stats
         waiting = [each for queue in [*requests.waiting.client_queues.values()] for each in queue]
         n_running = len(requests.running)
         return "\n".join(
@@ -148,7 +149,7 @@ class EngineWatchdog:
                 ),
                 f"  KV cells: {stats.kv_cells}, {stats.kv_cells_used} used, "
                 f"{stats.kv_cells_retained} cached, {stats.kv_cells_free} free",
-                f"  newest step ({stats.num_steps}): {stats.step_prefill_tokens} prompt tokens, "
-                f"{stats.step_decode_tokens} decoding",
+                f"  newest step ({recorder.num_steps}): {recorder.step_prefill_tokens} prompt tokens, "
+                f"{recorder.step_decode_tokens} decoding",
             ]
         )

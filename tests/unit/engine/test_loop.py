@@ -20,6 +20,7 @@ from llaisys.engine.disk_cache.disk_cache import DiskCache
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
+from llaisys.engine.loop import STATS_INTERVAL_S
 from llaisys.engine.messages import Cancel
 from llaisys.engine.request import BrokenInvariant
 from llaisys.engine.start import start_engine
@@ -110,6 +111,51 @@ def test_requests_run_on_the_engine_thread(made: Client) -> None:
     made.end_of(*"abc")
     assert made.tokens == dict.fromkeys("abc", core.answer([1, 2, 3], 10))
     assert made.thread == "llaisys-engine"
+
+
+class ReadsStats(Client):
+    """A client that reads the engine's stats with each output, `tick_s` apart."""
+
+    def __init__(self, tick_s: float, **changes: Any) -> None:
+        self.tick_s = tick_s
+        self.stats: list[EngineStats] = []
+        super().__init__(**changes)
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        self.stats += [self.client.stats()] * len(outputs)
+        self.now_s += self.tick_s
+        super().deliver(outputs)
+
+
+@pytest.mark.parametrize(
+    ("tick_s", "n_steps"),
+    [
+        (0.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 10]),
+        (0.0625, [1, 1, 3, 3, 5, 5, 7, 7, 9, 10]),
+        (STATS_INTERVAL_S, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+    ],
+)
+def test_while_a_request_continues_stats_are_made_once_per_interval(
+    tick_s: float, n_steps: list[int]
+) -> None:
+    made = ReadsStats(tick_s)
+    made.client.submit(ask("a"))
+    made.end_of("a")
+    made.client.close()
+    assert [stats.num_steps for stats in made.stats] == n_steps
+    assert (made.stats[0].num_running, made.stats[-1].num_running) == (1, 0)
+    assert made.stats[-1].finished == {"length": 1}, "the stats at the end include the end"
+
+
+def test_stats_are_made_when_a_waiting_request_starts() -> None:
+    made = ReadsStats(0.0, max_num_seqs=1)
+    made.block()
+    made.client.submit(ask("a", max_tokens=2))
+    made.gate.set()
+    made.end_of("blocked", "a")
+    made.client.close()
+    first = made.stats[-2]
+    assert (first.num_running, first.num_queued, first.num_submitted) == (1, 0, 2)
 
 
 def test_a_request_that_can_never_run_is_rejected_by_submit(made: Client) -> None:
