@@ -4,7 +4,8 @@ usage: load.py [--models NAME ...] [--rounds 5] [--no-peer]
 
 Each load is a process of its own. `cold` drops the file from the page cache first, `warm` reads it once.
 Rounds alternate LLAISYS and llama.cpp (`llama-bench` with a prompt of one token, without its warm-up).
-Seconds are those of the whole process; `load_s` of LLAISYS is without the start of Python and its imports.
+Seconds are from the start of the process to its first token, or to the end of llama-bench; `load_s` of
+LLAISYS is without the start of Python and its imports.
 A cold load depends on how far the system reads ahead: `read_ahead_kb` is 128 by default, often more on
 virtual machines. The files are those of peers_shapes.py (`make bench-peers` builds llama.cpp and writes
 them) and the embedded model.
@@ -52,7 +53,7 @@ llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
 seconds = time.perf_counter() - start
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(json.dumps({"load_s": seconds, "peak_bytes": int(peak.split()[1]) * 1024,
-                  "packed_bytes": llm.model_info.packed_bytes["auto"]}))
+                  "packed_bytes": llm.model_info.packed_bytes["auto"]}), flush=True)
 """
 
 
@@ -86,12 +87,15 @@ def prepare(path: Path, *, cold: bool) -> None:
 
 
 def ours(path: Path) -> dict[str, Any]:
-    """Load once; return the seconds of the process, and what it measured itself."""
+    """Load once; return the seconds from the process's start to its first token, and what it measured."""
     command = [sys.executable, "-c", CHILD, str(path), str(THREADS)]
     start_s = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    measured: dict[str, Any] = json.loads(done.stdout)
-    return {"process_s": time.perf_counter() - start_s, **measured}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process_s = time.perf_counter() - start_s
+    measured: dict[str, Any] = json.loads(line)
+    return {"process_s": process_s, **measured}
 
 
 def llama_cpp(path: Path) -> float:
