@@ -90,7 +90,7 @@ def ours(path: Path) -> dict[str, Any]:
     """Load once; return the seconds from the process's start to its first token, and what it measured."""
     command = [sys.executable, "-c", CHILD, str(path), str(THREADS)]
     start_s = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         process_s = time.perf_counter() - start_s

@@ -89,8 +89,8 @@ class Histogram:
 class EngineStats:
     """The stats of an engine after a step. Totals count since its start.
 
-    A client's are those after the newest step in which requests changed, or later, and at most
-    `engine.loop.STATS_INTERVAL_S` old.
+    A client has those after the newest step in which requests changed, or after a later one: of steps that
+    only continue requests, those within `engine.loop.STATS_INTERVAL_S` may be missing.
 
     - `num_submitted`: requests taken from the inbox, including rejected ones.
     - `num_queued`: waiting requests, without siblings; `max_num_queued_reqs` bounds them.
