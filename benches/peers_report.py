@@ -122,25 +122,28 @@ def table_of(found: list[Round]) -> dict[str, Any]:
     return {row.name: summarize(by_row[row.name]) for row in rows() if row.name in by_row}
 
 
-def moved(table: dict[str, Any], before: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """Return the changes of the rates of peers since `before` that exceed MOVED, by row and peer."""
-    changes = {}
-    for row, summary in table.items():
-        is_comparable = before.get(row, {}).get("machine") == summary["machine"]
-        earlier = before[row]["engines"] if is_comparable else {}
-        for peer in summary["engines"].keys() & earlier.keys():
-            change = summary["engines"][peer]["tokens_per_s"] / earlier[peer]["tokens_per_s"] - 1
-            if not is_ours(peer) and abs(change) > MOVED:
-                changes[row, peer] = change
-    return changes
+def moved(summary: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
+    """Return the changes of the rates of peers since `before` that exceed MOVED, by peer.
+
+    `before`: the row in the last committed run. If it was not measured again, its changes are kept.
+    """
+    engines, earlier = summary["engines"], before.get("engines", {})
+    if engines == earlier:
+        kept: dict[str, float] = before.get("moved", {})
+        return kept
+    if before.get("machine") != summary["machine"]:
+        return {}
+    peers = sorted(name for name in engines.keys() & earlier.keys() if not is_ours(name))
+    changes = {peer: engines[peer]["tokens_per_s"] / earlier[peer]["tokens_per_s"] - 1 for peer in peers}
+    return {peer: round(change, 3) for peer, change in changes.items() if abs(change) > MOVED}
 
 
 def _percent(summary: dict[str, Any], key: str) -> str:
     return f"{summary[key]:.1%}" if key in summary else "–"
 
 
-def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[str, str], float]) -> str:
-    """Format the Markdown page. `changes`: those of `moved`."""
+def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
+    """Format the Markdown page."""
     peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
     numbers = {machine: n for n, machine in enumerate(about["machines"], 1)}
     lines = [
@@ -154,7 +157,7 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
         "ratio to the best peer of each round. Of the limit: our share of what the machine allows, by",
         "bytes and operations (peers_limits.py). GB/s: the read bandwidth between the engines (median).",
         "Load: the load average before the run. Steal: the CPU time that the hypervisor gave to others.",
-        f"*: this peer's rate moved by more than {MOVED:.0%} since the last committed run.",
+        f"*: this peer's rate moved by more than {MOVED:.0%} since its committed run before.",
         "",
         "| row | ours | "
         + " | ".join(peers)
@@ -172,7 +175,7 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
         cells = [row + older, f"{own['tokens_per_s']:.0f}" + (f" ({setting})" if setting else "")]
         for peer in peers:
             known = peer in engines
-            mark = "*" if (row, peer) in changes else ""
+            mark = "*" if peer in summary["moved"] else ""
             cells.append(
                 f"{engines[peer]['tokens_per_s']:.0f}{mark} ({own['ratios'][peer]:.2f}x)" if known else "–"
             )
@@ -181,8 +184,9 @@ def markdown(table: dict[str, Any], about: dict[str, Any], changes: dict[tuple[s
         cells += [f"**{own['ratios'][BEST]:.2f}x**", limit, f"{summary['gb_s']:.1f}", load]
         cells += [_percent(summary, "steal"), str(summary["rounds"]), str(numbers[summary["machine"]])]
         lines.append("| " + " | ".join(cells) + " |")
+    changes = [(row, *change) for row, summary in table.items() for change in summary["moved"].items()]
     lines += [""] if changes else []
-    lines += [f"- {row}: {peer} {change:+.0%}" for (row, peer), change in sorted(changes.items())]
+    lines += [f"- {row}: {peer} {change:+.0%}" for row, peer, change in changes]
     lines += ["", "| target | against | measured | wanted | |", "| --- " * 5 + "|"]
     for row, peer, value, wanted, met in targets_met(table):
         lines.append(f"| {row} | {peer} | {value:.3g} | {wanted:g} | {'met' if met else 'missed'} |")
@@ -204,14 +208,15 @@ def write(found: list[Round], stem: Path, versions: dict[str, str], before: dict
         "build": max(found, key=lambda each: str(each["when"]))["build"],
         "versions": versions,
     }
-    changes = moved(table, before)
+    for row, summary in table.items():
+        summary["moved"] = moved(summary, before.get(row, {}))
     targets = [
         {"row": row, "against": peer, "measured": value, "wanted": wanted, "met": met}
         for row, peer, value, wanted, met in targets_met(table)
     ]
     pages = {
         ".json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
-        ".md": markdown(table, about, changes),
+        ".md": markdown(table, about),
     }
     for suffix, text in pages.items():
         stem.with_suffix(suffix).write_text(text, encoding="utf-8")
