@@ -49,8 +49,8 @@ from llaisys.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-# While steps only continue the running requests, their stats are reported this often. Making them takes 0.1 ms,
-# a fifth of what a step with one request takes outside of the core.
+# While steps only continue the running requests, their stats are reported this often. Making them takes
+# 0.1 ms, a fifth of what a step with one request takes outside of the core.
 STATS_INTERVAL_S = 0.1
 
 
@@ -66,8 +66,8 @@ Message: TypeAlias = Submit | Cancel | Call | Shutdown | _Wake
 class EngineListener:
     """The callbacks of an engine loop. All run on the engine thread and must not raise.
 
-    - `on_step`: the outputs of a step, and the engine's stats after it. None for the stats: since the last ones
-      steps only continued the running requests, for less than STATS_INTERVAL_S.
+    - `on_step`: the outputs of a step, and the engine's stats after it. None for the stats: since the last
+      ones steps only continued the running requests, for less than STATS_INTERVAL_S.
     - `on_session_reply`: the reply to a SessionRequest. `on_reply`: the reply to any other call.
     - `on_end`: called once with the reason when the loop has ended. No output follows. If the engine is
       stuck, the call is on the watchdog's thread.
@@ -214,7 +214,7 @@ class EngineLoop:
                 self._watchdog.report(engine, stats, now_s)
 
     def _due_stats(self, engine: Engine, now_s: float, *, has_changed: bool) -> EngineStats | None:
-        """Return the engine's stats; None if only running requests continued and the newest ones are recent."""
+        """Return the engine's stats; None if only running requests continued and the newest are recent."""
         requests = engine.requests
         n_requests = (len(requests.running), len(requests.waiting), len(requests.parked))
         is_recent = now_s - self._stats_s < STATS_INTERVAL_S

@@ -59,7 +59,7 @@ class Worker:
         self._make_spec = make_spec
         self._n_streams = n_streams
         self._n_temporary = 0
-        # One for each row of a batch; kept, because `np.ones` takes 30 us after a step has emptied the caches.
+        # A one for each row, kept because `np.ones` takes 30 us after a step has emptied the caches.
         self._ones: NDArray[np.int32] = np.ones(0, np.int32)
 
     @property
@@ -105,8 +105,7 @@ class Worker:
         return tuple(self._context.n_cells_free_in(stream) for stream in range(self._n_streams))
 
     def open_sequence(self, request: Request, stream: int = 0) -> int:
-        """Acquire a sequence id in a KV stream and set the request's sampler. Releases the id after an
-        error."""
+        """Acquire a sequence id in a KV stream and set the request's sampler; after an error, release it."""
         spec = self._make_spec(**sampler_arguments(request))
         ids = np.array(request.token_ids, np.int32)
         seq_id = self._context.seq_acquire(stream)
@@ -412,8 +411,7 @@ def cuda_info() -> CudaInfo:
 
 
 def inspect_model(path: Path) -> ModelInfo:
-    """Return the metadata of a checkpoint from its headers. Raises RejectedError (damaged) or
-    UnsupportedError."""
+    """Return a checkpoint's metadata from its headers. Raises RejectedError (damaged) or UnsupportedError."""
     from llaisys import _core  # as in `open_worker`
 
     facts: dict[str, Any] = json.loads(_core.inspect(str(path)))
