@@ -50,7 +50,7 @@ from llaisys.stats import EngineStats
 log = logging.getLogger(__name__)
 
 # While steps only continue the running requests, their stats are reported this often. Making them takes
-# 0.1 ms, a fifth of what a step with one request takes outside of the core.
+# up to 0.1 ms, a fifth of what a step with one request takes outside of the core.
 STATS_INTERVAL_S = 0.1
 
 
