@@ -15,7 +15,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check docs test test-python test-rust test-long test-clients lint lint-rust lint-python lint-rest fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check docs test test-python test-rust test-long test-clients lint lint-rust lint-python lint-rest fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-peers-avx2 bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -191,6 +191,10 @@ mutants: build ## mutation tests of scheduler, prefix cache, cells and ids (long
 
 bench-peers: model .venv-peers/stamp ## compare with llama.cpp, ik_llama.cpp and OpenVINO (ARGS="--only targets"); continues an earlier run
 	$(PY) benches/peers.py $(ARGS)
+
+bench-peers-avx2: model .venv-peers/stamp ## the same comparison as on a CPU without AVX-512, on one that has it
+	@scripts/build-peers.sh --only-avx2
+	LLAISYS_ISA=avx2 $(PY) benches/peers.py $(ARGS)
 
 bench-quality: model .venv-peers/stamp ## measure quantization loss, ours and llama.cpp's: mean KL divergence from float32 over 5,120 tokens
 	$(PY) benches/quality.py $(ARGS)

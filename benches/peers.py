@@ -9,7 +9,9 @@ are kept in benches/results/peers-rounds.jsonl, so a run continues where the pre
 3: rows remain). Rounds of another build of the core or another machine are discarded when their row is
 measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that have a target
 (peers_rows.py). Each run rewrites the table and the JSON. CPUs without AVX-512 have a table and rounds of
-their own (peers-avx2.md). Build the peers first: `make bench-peers` does.
+their own (peers-avx2.md). So has a CPU with AVX-512 when LLAISYS_ISA=avx2 limits LLAISYS (`make
+bench-peers-avx2`): llama.cpp is then its build for AVX2, as ik_llama.cpp's wheel always is. Build the peers
+first: `make bench-peers` does.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import peers_report
-from peers_engines import MODELS, LlamaTools, MachineSpeed, PeerError, Resident, start, versions
+from peers_engines import ISA_LIMIT, MODELS, LlamaTools, MachineSpeed, PeerError, Resident, start, versions
 from peers_http import Server
 from peers_rows import TARGETS, Row, is_ours, isa, rows
 
@@ -158,9 +160,14 @@ def rate(engine: Engine, row: Row) -> dict[str, float]:
 
 
 def is_available(engine: str) -> bool:
-    """Return whether this version supports the engine's settings."""
+    """Return whether this version supports the engine's settings, and the engine the limit of LLAISYS_ISA.
+
+    OpenVINO has such a limit, ONEDNN_MAX_CPU_ISA, but then it fails at its first step.
+    """
     from llaisys.config import Config
 
+    if engine == "openvino" and ISA_LIMIT:
+        return False
     setting = engine.partition("/")[2] if is_ours(engine) else ""
     return not setting or "quantization" in Config.model_fields
 
@@ -180,10 +187,11 @@ def cpu_name() -> str:
 
 
 def machine() -> str:
-    """Return the processor's name, and the instruction sets that LLAISYS detects."""
+    """Return the processor's name, its best instruction set, and the one that LLAISYS is limited to."""
     from llaisys import _core
 
-    return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
+    limit = f" limited to {ISA_LIMIT}" if ISA_LIMIT else ""
+    return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}{limit}"
 
 
 def stem(machine: str) -> Path:

@@ -21,7 +21,11 @@ ROOT = HERE.parent
 PEERS = ROOT / ".venv-peers"
 MODELS = PEERS / "models"
 BATCH = ["-b", "2048", "-ub", "512"]
-BUILDS = {"llama.cpp": PEERS / "src/vendor/llama.cpp/build/bin"}
+# The instruction set that LLAISYS is limited to, by its own setting; None: it uses the machine's best.
+ISA_LIMIT = os.environ.get("LLAISYS_ISA")
+BUILDS = {
+    "llama.cpp": PEERS / "src/vendor/llama.cpp" / ("build-avx2/bin" if ISA_LIMIT == "avx2" else "build/bin")
+}
 SCRIPTS = {"ik_llama.cpp": "peer_ik.py", "openvino": "peer_openvino.py"}
 
 
@@ -185,4 +189,6 @@ def start(engine: str, row: Row) -> Resident | LlamaTools:
 def versions() -> dict[str, str]:
     """Return the versions that scripts/build-peers.sh recorded."""
     found: dict[str, str] = json.loads((PEERS / "versions.json").read_text("utf-8"))
+    if ISA_LIMIT == "avx2":
+        found["llama.cpp"] = found["llama.cpp"].replace("native build", "built for AVX2")
     return found

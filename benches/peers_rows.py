@@ -160,7 +160,7 @@ def rows() -> list[Row]:
 
 
 def isa(machine: str) -> str:
-    """Return the best instruction set of a machine, which ends its name in the rounds."""
+    """Return the best instruction set that LLAISYS may use, which ends a machine's name in the rounds."""
     return machine.rsplit(" ", 1)[1]
 
 

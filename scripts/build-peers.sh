@@ -2,13 +2,18 @@
 # The peers of `make bench-peers`, at pinned versions, into .venv-peers: llama.cpp's tools from the source inside the
 # sdist of llama-cpp-python, ik_llama.cpp and OpenVINO from their wheels, and the models in each engine's format.
 # 10 to 20 minutes on two cores, 8 GB of disk. What is there already is kept.
-# With --only-server, only llama-server is built, for `make bench-speculation-peers`.
+# With --only-server, only llama-server is built, for `make bench-speculation-peers`; with --only-avx2, llama.cpp's
+# tools once more, for a CPU without AVX-512, for `make bench-peers-avx2`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+folder=build
+native=ON
+tools=(llama-bench llama-batched-bench llama-server llama-quantize)
 case "$*" in
-"") only_server=false ;;
---only-server) only_server=true ;;
-*) echo "usage: build-peers.sh [--only-server]" >&2 && exit 2 ;;
+"") ;;
+--only-server) tools=(llama-server) ;;
+--only-avx2) folder=build-avx2 native=OFF tools=(llama-bench llama-batched-bench llama-server) ;;
+*) echo "usage: build-peers.sh [--only-server | --only-avx2]" >&2 && exit 2 ;;
 esac
 
 LLAMA_CPP_PYTHON=0.3.36
@@ -23,9 +28,7 @@ JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-2}
 peers=$PWD/.venv-peers
 [ -x "$peers/bin/python" ] || python3 -m venv "$peers"
 "$peers/bin/pip" install --quiet "cmake==$CMAKE" scikit-build-core
-tools=(llama-server)
-if [ "$only_server" = false ]; then
-    tools=(llama-bench llama-batched-bench llama-server llama-quantize)
+if [ $# = 0 ]; then
     "$peers/bin/pip" install --quiet "ik-llama-cpp-python==$IK_LLAMA_CPP_PYTHON" \
         "openvino-genai==$OPENVINO_GENAI" "nncf==$NNCF" "gguf==$GGUF"
 fi
@@ -40,7 +43,7 @@ if [ ! -d "$src/vendor/llama.cpp" ]; then
     tar xf "$archive" -C "$src" --strip-components 1
 fi
 export PATH=$peers/bin:$PATH
-build=$src/vendor/llama.cpp/build
+build=$src/vendor/llama.cpp/$folder
 # Print the flags that keep AMX out of a build: some virtual machines list it, but end a program that uses it.
 without_amx() {
     grep -q amx_tile /proc/cpuinfo || return 0
@@ -63,12 +66,12 @@ for tool in "${tools[@]}"; do
         flags=$(without_amx)
         { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
             -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" \
-            -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
+            -DGGML_NATIVE=$native -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
             cmake --build "$build" -j "$JOBS" \
                 --target "${tools[@]}" mtmd; } >"$peers/build.log" 2>&1
     fi
 done
-[ "$only_server" = false ] || exit 0
+[ $# = 0 ] || exit 0
 
 # llama.cpp's Python binding, for `make bench-quality`: the package of the sdist with the libraries just built.
 "$peers/bin/pip" install --quiet typing_extensions diskcache jinja2
