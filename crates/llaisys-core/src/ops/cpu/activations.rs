@@ -10,6 +10,7 @@
 //! Pairs    2 x bf16 [k/32][r][k%32/2]    the inputs rounded to bf16, even k in the low half
 //! Groups   4 x i8   [k/32][r][k%32/4]    the inputs rounded to 8 bits with one scale for each 32 neighbors,
 //!          GroupInput [k/32][r]          and that scale
+//! Sized    SizedGroup [k/32][r]          the same integers and scale, the integers as sizes and signs
 //! ```
 //!
 //! The last run of a row is padded with zeros.
@@ -47,6 +48,8 @@ pub(crate) enum Form {
     Pairs,
     /// 8-bit integers in groups of 32.
     Groups,
+    /// The same as sizes and signs, for 8-bit weights on sets without VNNI.
+    Sized,
 }
 
 impl Form {
@@ -55,9 +58,10 @@ impl Form {
         n_columns.div_ceil(BLOCK_LEN) * self.run_words()
     }
 
-    /// Words in a run of 32 inputs.
+    /// Words in a run of 32 inputs; 0 if it has no words of its own.
     const fn run_words(self) -> usize {
         match self {
+            Form::Sized => 0,
             Form::Plain | Form::Rounded => BLOCK_LEN,
             Form::Pairs => BLOCK_LEN / 2,
             Form::Groups => BLOCK_LEN / 4,
@@ -91,6 +95,55 @@ impl GroupInput {
 
 // SAFETY: eight 4-byte numbers without padding between them, any bits allowed, alignment 4.
 unsafe impl Plain for GroupInput {}
+
+/// A group of 32 integers for products with 8-bit weights where one factor has to be unsigned: x w is |x| times w, or
+/// times the inverted bits of w (which is -w - 1) plus |x| if x is negative.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct SizedGroup {
+    /// The sizes of the integers, four per word.
+    pub(crate) sizes: [u32; BLOCK_LEN / 4],
+    /// What XOR makes the signed factor of a weight that is stored with the offset 128.
+    pub(crate) flips: [u32; BLOCK_LEN / 4],
+    /// The scale of the integers: absmax / 127.
+    pub(crate) scale: f32,
+    /// The sum of the negative integers, times -1.
+    pub(crate) minus_negatives: i32,
+}
+
+/// A one in each byte of a word.
+const ONES: u32 = 0x0101_0101;
+/// The offset 128 in each byte of a word.
+const OFFSETS: u32 = 128 * ONES;
+
+impl SizedGroup {
+    /// A group of these integers, four per word.
+    #[inline(always)]
+    pub(crate) fn new(scale: f32, words: &[u32; BLOCK_LEN / 4]) -> Self {
+        let mut group = Self { scale, ..Self::default() };
+        for (i, word) in words.iter().enumerate() {
+            let negative = (word >> 7 & ONES) * 255;
+            // No byte overflows: of -127 the bits are inverted to 126.
+            group.sizes[i] = (word ^ negative) + (negative & ONES);
+            group.flips[i] = negative ^ OFFSETS;
+            for size in (group.sizes[i] & negative).to_le_bytes() {
+                group.minus_negatives += i32::from(size);
+            }
+        }
+        group
+    }
+
+    /// The integers, four per word.
+    fn words(&self) -> [u32; BLOCK_LEN / 4] {
+        std::array::from_fn(|i| {
+            let negative = self.flips[i] ^ OFFSETS;
+            (self.sizes[i] ^ negative) + (negative & ONES)
+        })
+    }
+}
+
+// SAFETY: 4-byte numbers without padding between them, any bits allowed, alignment 4.
+unsafe impl Plain for SizedGroup {}
 
 /// Cuts rows into blocks of nearly equal height: 16 rows with a limit of 12 become 8 + 8, not 12 + 4.
 #[derive(Debug, Clone, Copy)]
@@ -127,6 +180,28 @@ pub(crate) enum Inputs<'a> {
     Pairs(&'a [u32]),
     /// [`Form::Groups`]: the integers, four per word, and the groups.
     Groups(&'a [u32], &'a [GroupInput]),
+    /// [`Form::Sized`].
+    Sized(&'a [SizedGroup]),
+}
+
+impl Inputs<'_> {
+    /// Number of groups; 0 for plain forms.
+    pub(crate) fn n_groups(&self) -> usize {
+        match self {
+            Inputs::Plain(_) | Inputs::Pairs(_) => 0,
+            Inputs::Groups(_, groups) => groups.len(),
+            Inputs::Sized(groups) => groups.len(),
+        }
+    }
+
+    /// The integers of group `i`, four per word, and their scale.
+    pub(crate) fn group(&self, i: usize) -> ([u32; BLOCK_LEN / 4], f32) {
+        match self {
+            Inputs::Plain(_) | Inputs::Pairs(_) => unreachable!("a plain form has no groups"),
+            Inputs::Groups(words, groups) => (words.as_chunks().0[i], groups[i].scale),
+            Inputs::Sized(groups) => (groups[i].words(), groups[i].scale),
+        }
+    }
 }
 
 /// Parameters of packing.
@@ -148,6 +223,7 @@ pub(crate) struct Activations {
     bf16: AlignedBuf,
     integers: AlignedBuf,
     groups: AlignedBuf,
+    sized: AlignedBuf,
     /// The blocks of the packing in progress; the memory is reused.
     blocks: Vec<Range<usize>>,
 }
@@ -164,6 +240,7 @@ impl Activations {
             bf16: zeroed(elements.saturating_mul(4))?,
             integers: zeroed(elements)?,
             groups: zeroed(elements / BLOCK_LEN * size_of::<GroupInput>())?,
+            sized: zeroed(elements / BLOCK_LEN * size_of::<SizedGroup>())?,
             blocks: Vec::with_capacity(max_rows),
         })
     }
@@ -223,9 +300,14 @@ impl Activations {
         let words = match form {
             Form::Plain => self.plain.as_mut_slice(),
             Form::Rounded | Form::Pairs => self.bf16.as_mut_slice(),
-            Form::Groups => self.integers.as_mut_slice(),
+            Form::Groups | Form::Sized => self.integers.as_mut_slice(),
         };
-        Buffers { form, words: Disjoint::new(words), groups: Disjoint::new(self.groups.as_mut_slice()) }
+        Buffers {
+            form,
+            words: Disjoint::new(words),
+            groups: Disjoint::new(self.groups.as_mut_slice()),
+            sized: Disjoint::new(self.sized.as_mut_slice()),
+        }
     }
 
     /// The rows `rows` of the current product in `form`; they must be a packed block.
@@ -240,6 +322,7 @@ impl Activations {
                 &self.integers.as_slice()[words],
                 &self.groups.as_slice()[range(n_columns / BLOCK_LEN)],
             ),
+            Form::Sized => Inputs::Sized(&self.sized.as_slice()[range(n_columns / BLOCK_LEN)]),
         }
     }
 }
@@ -249,6 +332,7 @@ struct Buffers<'a> {
     form: Form,
     words: Disjoint<'a, u32>,
     groups: Disjoint<'a, GroupInput>,
+    sized: Disjoint<'a, SizedGroup>,
 }
 
 impl Buffers<'_> {
@@ -271,6 +355,10 @@ impl Buffers<'_> {
             Form::Groups => {
                 // SAFETY: as above.
                 Outputs::Groups(words, unsafe { self.groups.range(place(n_columns / BLOCK_LEN, 1)) })
+            }
+            Form::Sized => {
+                // SAFETY: as above.
+                Outputs::Sized(unsafe { self.sized.range(place(n_columns / BLOCK_LEN, 1)) })
             }
         }
     }

@@ -247,6 +247,8 @@ fn form(isa: Isa, format: PackedFormat) -> Form {
         #[cfg(target_arch = "x86_64")]
         (PackedFormat::BF16, Isa::Avx512Bf16(_)) => Form::Pairs,
         (PackedFormat::BF16, _) => Form::Rounded,
+        #[cfg(target_arch = "x86_64")]
+        (PackedFormat::Q8_0 | PackedFormat::I8, Isa::Avx2(_) | Isa::Avx512(_)) => Form::Sized,
         _ => Form::Groups,
     }
 }
@@ -256,13 +258,13 @@ fn rows_max(isa: Isa, form: Form) -> usize {
     match (isa, form) {
         (Isa::Scalar, _) => scalar::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_), Form::Groups) => avx2::PAIR_ROWS,
+        (Isa::Avx2(_), Form::Groups | Form::Sized) => avx2::PAIR_ROWS,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2Vnni(_), Form::Groups) => avx2::VNNI_ROWS,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2(_) | Isa::Avx2Vnni(_), _) => avx2::PLAIN_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512(_), Form::Groups) => avx512::PAIR_ROWS,
+        (Isa::Avx512(_), Form::Groups | Form::Sized) => avx512::PAIR_ROWS,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), Form::Groups) => avx512::VNNI_ROWS,
         #[cfg(target_arch = "x86_64")]

@@ -5,7 +5,7 @@
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
-use super::{GroupInput, Rows};
+use super::{GroupInput, Rows, SizedGroup};
 use crate::ops::cpu::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::ops::cpu::isa::{Avx2, Avx512};
@@ -30,6 +30,8 @@ pub(super) enum Outputs<'a> {
     Pairs(&'a mut [u32]),
     /// Four integers per word, and what kernels need to know of each group.
     Groups(&'a mut [u32], &'a mut [GroupInput]),
+    /// Sizes and signs of integers.
+    Sized(&'a mut [SizedGroup]),
 }
 
 /// Packs one item with code compiled for the instruction set.
@@ -129,6 +131,11 @@ impl Outputs<'_> {
             Outputs::Pairs(out) => round.pairs(values, run_at(out, place)),
             Outputs::Groups(words, groups) => {
                 groups[place] = round_group(round, values, run_at(words, place));
+            }
+            Outputs::Sized(groups) => {
+                let mut words = [0; BLOCK_LEN / 4];
+                let scale = round_group(round, values, &mut words).scale;
+                groups[place] = SizedGroup::new(scale, &words);
             }
         }
     }
@@ -241,6 +248,7 @@ impl Round for Portable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::cpu::activations::Inputs;
     use crate::ops::cpu::isa::{IsaName, detect};
 
     /// Integers and groups of `n_rows` rows, packed with `isa`.
@@ -283,6 +291,39 @@ mod tests {
                         "{name:?}, {i}: {own:?}, {group:?}"
                     );
                     assert_eq!(own.scale.is_nan(), group.scale.is_nan(), "{name:?}, {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_and_signs_are_those_of_the_integers() {
+        const N_RUNS: usize = 9;
+        for n_rows in 1..=4 {
+            // The least and the largest integer, zero, and groups of zeros and of a NaN.
+            let mut values: Vec<f32> =
+                (0..n_rows * N_RUNS * BLOCK_LEN).map(|i| (i * 7919 % 255) as f32 - 127.0).collect();
+            values[BLOCK_LEN..2 * BLOCK_LEN].fill(0.0);
+            values[3 * BLOCK_LEN] = f32::NAN;
+            let (words, groups) = packed(Isa::Scalar, &values, n_rows);
+            let words = words.as_chunks::<{ BLOCK_LEN / 4 }>().0;
+            for name in IsaName::available() {
+                let isa = detect(name).expect("an available set");
+                let x = Rows::new(&values, values.len() / n_rows);
+                let mut sized = vec![SizedGroup::default(); n_rows * N_RUNS];
+                pack(isa, Item { x, runs: 0..N_RUNS }, Outputs::Sized(&mut sized));
+                for ((own, words), group) in sized.iter().zip(words).zip(&groups) {
+                    assert_eq!(own.scale.to_bits(), group.scale.to_bits());
+                    let bytes = |words: &[u32; BLOCK_LEN / 4]| words.map(u32::to_le_bytes).concat();
+                    let integers: Vec<i32> =
+                        bytes(words).iter().map(|&x| i32::from(x.cast_signed())).collect();
+                    let sizes: Vec<i32> = bytes(&own.sizes).iter().map(|&size| i32::from(size)).collect();
+                    assert_eq!(sizes, integers.iter().map(|x| x.abs()).collect::<Vec<_>>());
+                    assert_eq!(-own.minus_negatives, integers.iter().filter(|x| **x < 0).sum::<i32>());
+                    assert_eq!(Inputs::Sized(std::slice::from_ref(own)).group(0).0, *words);
+                    for (flip, x) in bytes(&own.flips).iter().zip(integers) {
+                        assert_eq!(*flip, if x < 0 { 0x7f } else { 0x80 });
+                    }
                 }
             }
         }

@@ -1,4 +1,5 @@
-//! Products with 256-bit vectors, for CPUs without AVX-512; grouped formats are in `groups.rs`.
+//! Products with 256-bit vectors, for CPUs without AVX-512; grouped formats are in `groups.rs`, those of 8 bits without
+//! VNNI in `bytes.rs`.
 //!
 //! A panel is four vectors wide. The sums of a tile with all four do not fit in 16 registers, so a tile has `T` vectors
 //! of columns. A plain format's kernel passes over the panel `4 / T` times, a grouped one's `4 / T` times over each
@@ -6,6 +7,8 @@
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
+#[deny(unsafe_code)]
+mod bytes;
 #[deny(unsafe_code)]
 mod groups;
 
@@ -16,10 +19,12 @@ use crate::ops::cpu::isa::{Avx2, Avx2Vnni, Encoding};
 use crate::ops::packed::{PANEL, PackedFormat};
 use crate::quant::BLOCK_LEN;
 use std::arch::x86_64::*;
+use std::hint::black_box;
+use std::ops::Range;
 
 /// Rows of a tile of a plain format: 5 x 16 columns. With 6 rows LLVM moves sums of bf16 to the stack.
 pub(super) const PLAIN_ROWS: usize = 5;
-/// Rows of a tile of a grouped format: 4 x 16 columns or 1 x 32.
+/// Rows of a tile of a grouped format: 4 x 16 columns or 1 x 32. Those of 8 bits are multiplied one after the other.
 pub(super) const PAIR_ROWS: usize = 4;
 /// Rows of a tile of a grouped format with VNNI, which needs fewer registers: 3 x 16 columns, 2 x 16 or 1 x 32.
 pub(super) const VNNI_ROWS: usize = 3;
@@ -53,6 +58,7 @@ pub(super) fn tile(_: Avx2, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>
             Inputs::Groups(words, groups) => {
                 groups::pairs::tile(panel, n_rows, GroupInputs { words, groups }, out)
             }
+            Inputs::Sized(groups) => bytes::tile(panel, n_rows, groups, out),
             _ => plain_tile(panel, n_rows, inputs, out),
         }
     }
@@ -91,6 +97,13 @@ fn plain_tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Ti
         }
         (format, _) => unreachable!("`form` returns another form for {format:?}"),
     }
+}
+
+/// `range`, with an end that the compiler does not know, so that it does not unroll the loop. Unrolled, LLVM adds the
+/// products of a group as a tree and moves sums to the stack, and a row's loads are not in the order of memory.
+#[inline(always)]
+fn rolled(range: Range<usize>) -> Range<usize> {
+    range.start..black_box(range.end)
 }
 
 /// Vectors `first..first + T` of one step.

@@ -1,5 +1,5 @@
 //! Products with 512-bit vectors. BF16 uses `vdpbf16ps` or, where the CPU lacks it, one fused multiply-add for each k;
-//! grouped formats are in `groups.rs`.
+//! grouped formats are in `groups.rs`, those of 8 bits without VNNI in `bytes.rs`.
 //!
 //! A panel is two vectors wide. A tile needs two accumulators per row (grouped formats: two of integers and two of
 //! f32), so 12 rows of plain formats and 6 of grouped ones fill the 32 registers. Each tile is a function of its own:
@@ -7,6 +7,8 @@
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
+#[deny(unsafe_code)]
+mod bytes;
 #[deny(unsafe_code)]
 mod groups;
 
@@ -46,6 +48,7 @@ pub(super) fn tile(_: Avx512, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'
             Inputs::Groups(words, groups) => {
                 groups::pairs::tile(panel, n_rows, GroupInputs { words, groups }, out)
             }
+            Inputs::Sized(groups) => bytes::tile(panel, n_rows, groups, out),
             _ => plain_tile(panel, n_rows, inputs, out),
         }
     }

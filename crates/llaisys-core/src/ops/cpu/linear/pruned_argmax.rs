@@ -70,6 +70,8 @@ struct PackedRows<'a> {
     n_columns: usize,
     /// The form that the matrix's own kernel reads, in blocks of one row.
     exact: Form,
+    /// The form that the copy's kernel reads.
+    rounded: Form,
     /// Blocks of the inputs of the copy's product.
     blocks: RowBlocks,
 }
@@ -105,7 +107,8 @@ pub fn pruned_argmax<'r>(
         activations: &cx.activations,
         n_columns: x.n_columns,
         exact: forms[1],
-        blocks: RowBlocks::new(&(0..x.n_rows), rows_max(isa, Form::Groups)),
+        rounded: forms[0],
+        blocks: RowBlocks::new(&(0..x.n_rows), rows_max(isa, forms[0])),
     };
     scratch.measure(&packed, bounds);
     scratch.approximate(cx, isa, x.n_rows, bounds);
@@ -120,7 +123,7 @@ impl PrunedArgmaxScratch {
         self.factors.clear();
         let (inputs, blocks) = (x.activations, x.blocks);
         for rows in (0..blocks.len()).map(|i| blocks.rows(i)) {
-            let rounded = inputs.block(Form::Groups, x.n_columns, &rows);
+            let rounded = inputs.block(x.rounded, x.n_columns, &rows);
             for row in rows.clone() {
                 let exact = inputs.block(x.exact, x.n_columns, &(row..row + 1));
                 let [of_row, of_difference] = squares(exact, rounded, row - rows.start, rows.len());
@@ -225,14 +228,13 @@ fn gamma(k: usize) -> f64 {
 /// The squared norms of the inputs of the matrix's kernel, and of their differences from the inputs in groups. The
 /// latter are row `row` of the `n_rows` of their block.
 fn squares(exact: Inputs<'_>, rounded: Inputs<'_>, row: usize, n_rows: usize) -> [f64; 2] {
-    let Inputs::Groups(words, groups) = rounded else { unreachable!("the copy has a grouped format") };
     let mut sums = [[0.0; 2]; BLOCK_LEN / 4];
-    for (run, group) in groups.iter().skip(row).step_by(n_rows).enumerate() {
-        let words = &words[(run * n_rows + row) * (BLOCK_LEN / 4)..][..BLOCK_LEN / 4];
+    for (run, group) in (row..rounded.n_groups()).step_by(n_rows).enumerate() {
+        let (words, scale) = rounded.group(group);
         for (quad, (word, sums)) in words.iter().zip(&mut sums).enumerate() {
             for (i, q) in word.to_le_bytes().into_iter().enumerate() {
                 let x = f64::from(element(exact, run * BLOCK_LEN + quad * 4 + i));
-                let difference = x - f64::from(q as i8) * f64::from(group.scale);
+                let difference = x - f64::from(q as i8) * f64::from(scale);
                 *sums = [sums[0] + x * x, sums[1] + difference * difference];
             }
         }
@@ -246,7 +248,7 @@ fn element(inputs: Inputs<'_>, k: usize) -> f32 {
     match inputs {
         Inputs::Plain(x) => x[k],
         Inputs::Pairs(x) => f32::from_bits((x[k / 2] >> (16 * (k % 2))) << 16),
-        Inputs::Groups(..) => unreachable!("a matrix with bounds has a plain format"),
+        Inputs::Groups(..) | Inputs::Sized(_) => unreachable!("a matrix with bounds has a plain format"),
     }
 }
 

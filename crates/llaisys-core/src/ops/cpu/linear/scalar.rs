@@ -16,6 +16,7 @@ pub(super) fn tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &m
     match inputs {
         Inputs::Plain(x) => plain(panel, n_rows, x, out),
         Inputs::Groups(words, groups) => grouped(panel, n_rows, words, groups, out),
+        Inputs::Sized(_) => unreachable!("`form` returns sizes only for AVX2 and AVX-512"),
         Inputs::Pairs(_) => unreachable!("`form` returns pairs only for AVX-512 with BF16"),
     }
 }

@@ -1,13 +1,11 @@
 //! Grouped formats with 256-bit vectors: products of bytes summed in pairs, or `vpdpbusd` in either encoding.
 
-use super::{STEP, VECTORS, apply_units, load, load_line, load_table, store};
+use super::{STEP, VECTORS, apply_units, load, load_line, load_table, rolled, store};
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
 use crate::ops::cpu::linear::{Panel, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
-use std::hint::black_box;
-use std::ops::Range;
 
 /// The sums of a part of a group, and their scaling. The code is the same for every set; `$sums` computes the exact
 /// integer sums.
@@ -151,7 +149,8 @@ fn load_min<const T: usize, G: Group>(
     std::array::from_fn(|t| _mm256_mul_ps(_mm256_mul_ps(min[t], scale[t]), sixteenth))
 }
 
-/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits.
+/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits; of 8 bits in `bytes.rs`. With up to 4 bits, a 16-bit sum has capacity for all 8
+/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx2")]
 fn pair_sums<const R: usize, const T: usize, G: Group>(
@@ -161,47 +160,8 @@ fn pair_sums<const R: usize, const T: usize, G: Group>(
     inputs: GroupOfRows<'_, R>,
 ) -> [[__m256i; T]; R] {
     if G::BITS == 8 {
-        sum_bytes::<R, T>(weights, first, inputs.words)
-    } else {
-        sum_bits::<R, T, G>(weights, first, part, inputs)
+        unreachable!("`form` returns another form for 8 bits");
     }
-}
-
-/// The integer sums of an 8-bit group. `maddubs` needs one unsigned operand and adds pairs in 16 bits. |w| <= 128
-/// times |x| <= 127, twice, is 32512 and fits; the stored unsigned bytes (up to 255) would not.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn sum_bytes<const R: usize, const T: usize>(
-    weights: &[[u8; STEP]],
-    first: usize,
-    x: &[[u32; QUADS]; R],
-) -> [[__m256i; T]; R] {
-    let (offset, ones) = (_mm256_set1_epi8(-128), _mm256_set1_epi16(1));
-    let mut acc = [[_mm256_setzero_si256(); T]; R];
-    for quad in rolled(0..QUADS) {
-        let w = load::<T>(&weights[quad], first).map(|w| _mm256_xor_si256(w, offset));
-        let size = w.map(|w| _mm256_abs_epi8(w));
-        for r in 0..R {
-            let x = _mm256_set1_epi32(x[r][quad].cast_signed());
-            for t in 0..T {
-                let pairs = _mm256_maddubs_epi16(size[t], _mm256_sign_epi8(x, w[t]));
-                acc[r][t] = _mm256_add_epi32(acc[r][t], _mm256_madd_epi16(pairs, ones));
-            }
-        }
-    }
-    acc
-}
-
-/// The integer sums of part `part` of a group of up to 6 bits. With up to 4 bits, a 16-bit sum has capacity for all 8
-/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
-#[inline]
-#[target_feature(enable = "avx2")]
-fn sum_bits<const R: usize, const T: usize, G: Group>(
-    weights: &[[u8; STEP]],
-    first: usize,
-    part: usize,
-    inputs: GroupOfRows<'_, R>,
-) -> [[__m256i; T]; R] {
     let ones = _mm256_set1_epi16(1);
     let mut acc = [[_mm256_setzero_si256(); T]; R];
     for pair in rolled(G::pairs(part)) {
@@ -229,13 +189,6 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
         }
     }
     acc
-}
-
-/// `range`, with an end that the compiler does not know, so that it does not unroll the loop. Unrolled, LLVM adds the
-/// products of a group as a tree and moves sums to the stack, and a row's loads are not in the order of memory.
-#[inline(always)]
-fn rolled(range: Range<usize>) -> Range<usize> {
-    range.start..black_box(range.end)
 }
 
 /// The correction for unsigned storage: the offset of the weights times the inputs of a row.

@@ -114,7 +114,8 @@ pub(super) mod pairs {
     kernels!("avx512f,avx512bw", pair_sums, [1 2 3 4]);
 }
 
-/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits.
+/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits; of 8 bits in `bytes.rs`. With up to 4 bits, a 16-bit sum has capacity for all 8
+/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pair_sums<const R: usize, G: Group>(
@@ -124,43 +125,8 @@ fn pair_sums<const R: usize, G: Group>(
     inputs: GroupOfRows<'_, R>,
 ) {
     if G::BITS == 8 {
-        sum_bytes(acc, weights, inputs.words);
-    } else {
-        sum_bits::<R, G>(acc, weights, part, inputs);
+        unreachable!("`form` returns another form for 8 bits");
     }
-}
-
-/// The integer sums of an 8-bit group. `maddubs` needs one unsigned operand and adds pairs in 16 bits. |w| <= 128
-/// times |x| <= 127, twice, is 32512 and fits; the stored unsigned bytes (up to 255) would not.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn sum_bytes<const R: usize>(acc: &mut [[__m512i; 2]; R], weights: &[[u8; STEP]], x: &[[u32; QUADS]; R]) {
-    let (offset, ones) = (_mm512_set1_epi8(-128), _mm512_set1_epi16(1));
-    for (quad, w) in weights.iter().enumerate() {
-        let w = load(w).map(|w| _mm512_xor_si512(w, offset));
-        let size = w.map(|w| _mm512_abs_epi8(w));
-        let is_minus = w.map(|w| _mm512_movepi8_mask(w));
-        for r in 0..R {
-            let x = _mm512_set1_epi32(x[r][quad].cast_signed());
-            for t in 0..2 {
-                let x = _mm512_mask_sub_epi8(x, is_minus[t], _mm512_setzero_si512(), x);
-                let pairs = _mm512_madd_epi16(_mm512_maddubs_epi16(size[t], x), ones);
-                acc[r][t] = _mm512_add_epi32(acc[r][t], pairs);
-            }
-        }
-    }
-}
-
-/// The integer sums of part `part` of a group of up to 6 bits. With up to 4 bits, a 16-bit sum has capacity for all 8
-/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn sum_bits<const R: usize, G: Group>(
-    acc: &mut [[__m512i; 2]; R],
-    weights: &[[u8; STEP]],
-    part: usize,
-    inputs: GroupOfRows<'_, R>,
-) {
     let ones = _mm512_set1_epi16(1);
     let mut sums = [[_mm512_setzero_si512(); 2]; R];
     for pair in G::pairs(part) {
