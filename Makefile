@@ -18,7 +18,7 @@ WEBUI_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -
 .PHONY: help setup build serve check docs test test-python test-rust test-long test-clients lint lint-rust lint-python lint-rest fmt bench bench-disk-cache bench-engine bench-load bench-lora bench-serve bench-server bench-peers bench-peers-avx2 bench-quality bench-speculation bench-speculation-curve bench-speculation-peers bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- setup and build: each step leaves a stamp, so that a second run does nothing ---
 

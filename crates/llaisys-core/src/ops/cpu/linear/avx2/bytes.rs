@@ -28,8 +28,8 @@ fn byte_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: &[SizedGroup], out: 
     }
 }
 
-/// A group is read once for each row, from the first-level cache but for the first: the loads of the inputs are shared
-/// by all columns, and the integer sums of one row fit in the registers.
+/// A group is read once for each row, which costs little after the first time: the loads of the inputs are shared by all
+/// columns, and the integer sums of one row fit in the registers.
 #[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn byte_tile<const R: usize, G: Group>(panel: &Panel<'_>, x: &[SizedGroup], out: &mut Tile) {

@@ -114,8 +114,8 @@ pub(super) mod pairs {
     kernels!("avx512f,avx512bw", pair_sums, [1 2 3 4]);
 }
 
-/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits; of 8 bits in `bytes.rs`. With up to 4 bits, a 16-bit sum has capacity for all 8
-/// quads, each at most 2 * 15 * 127. With 5 or 6 bits, and those of a table, it has capacity for one pair of quads (4 * 63 * 127 is 32004).
+/// The integer sums of part `part` of a group of up to 6 bits, by sums of pairs in 16 bits. With up to 4 bits they hold
+/// all 8 quads, each at most 2 * 15 * 127; with 5 or 6 bits, and those of a table, two quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pair_sums<const R: usize, G: Group>(
