@@ -87,4 +87,18 @@ macro_rules! groups {
 }
 
 groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K MXFP4 I8 I6 I4);
-pub(super) use for_group;
+
+/// Calls `$kernel::<R, G>($args)` for `$n_rows` rows, one of `$rows`, with the type of `$format`, which has 8 bits.
+macro_rules! for_bytes {
+    ($format:expr, $n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
+        match ($format, $n_rows) {
+            $(
+                (PackedFormat::Q8_0, $rows) => $kernel::<$rows, formats::Q8_0> $args,
+                (PackedFormat::I8, $rows) => $kernel::<$rows, formats::I8> $args,
+            )*
+            (format, n) => unreachable!("no tile of {n} rows of {format:?}"),
+        }
+    };
+}
+
+pub(super) use {for_bytes, for_group};

@@ -1,8 +1,8 @@
 //! 8-bit formats with 512-bit vectors and without VNNI: products of bytes summed in pairs, as in `avx2/bytes.rs`.
 
-use super::{PAIR_ROWS, STEP, apply_units, load, load_line, store};
+use super::{STEP, apply_units, load, load_line, store};
 use crate::ops::cpu::activations::SizedGroup;
-use crate::ops::cpu::linear::formats::{Group, I8, Q8_0, QUADS};
+use crate::ops::cpu::linear::formats::{self, Group, QUADS, for_bytes};
 use crate::ops::cpu::linear::{Panel, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
@@ -10,22 +10,7 @@ use std::arch::x86_64::*;
 /// The sums of `panel` for a block of `n_rows` rows.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn tile(panel: &Panel<'_>, n_rows: usize, x: &[SizedGroup], out: &mut Tile) {
-    match panel.format {
-        PackedFormat::Q8_0 => byte_rows::<Q8_0>(panel, n_rows, x, out),
-        PackedFormat::I8 => byte_rows::<I8>(panel, n_rows, x, out),
-        format => unreachable!("`form` returns another form for {format:?}"),
-    }
-}
-
-#[target_feature(enable = "avx512f,avx512bw")]
-fn byte_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: &[SizedGroup], out: &mut Tile) {
-    match n_rows {
-        1 => byte_tile::<1, G>(panel, x, out),
-        2 => byte_tile::<2, G>(panel, x, out),
-        3 => byte_tile::<3, G>(panel, x, out),
-        PAIR_ROWS => byte_tile::<PAIR_ROWS, G>(panel, x, out),
-        n => unreachable!("no tile of {n} rows"),
-    }
+    for_bytes!(panel.format, n_rows, [1 2 3 4], byte_tile(panel, x, out));
 }
 
 /// The exact integer sum of each group is scaled by the weights' and the inputs' scales and added to the f32 sum.
