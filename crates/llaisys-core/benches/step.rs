@@ -12,6 +12,7 @@
 //!   builds can be measured in turn (`benches/pairs.py`).
 //! - `--prune-argmax off|on`: a head of random numbers, read completely or with pruned argmax.
 //! - `--isa NAME`: another instruction set than the best.
+//! - `--kv-cache-dtype NAME`: cells of another type than bfloat16.
 //! - `--list`: print the names of the steps.
 //!
 //! Flags of other benches of the package are ignored.
@@ -84,6 +85,7 @@ struct Layer {
 
 struct Model {
     shape: Shape,
+    kv_dtype: KvDType,
     layers: Vec<Layer>,
     head: PackedMatrix,
     bounds: Option<ArgmaxBounds>,
@@ -120,7 +122,7 @@ impl Model {
         let (shape, (format, head)) = (args.shape, args.formats);
         let Shape { d_model, d_ff, n_heads, n_kv_heads, .. } = shape;
         let cells = || {
-            let bytes = n_cells * n_kv_heads * KvDType::Bfloat16.head_bytes(D_HEAD);
+            let bytes = n_cells * n_kv_heads * args.kv_dtype.head_bytes(D_HEAD);
             let mut cells = AlignedBuf::zeroed("keys and values", bytes).expect("memory for the cells");
             cells.as_mut_slice::<u16>().fill(0x3c3c);
             cells
@@ -145,6 +147,7 @@ impl Model {
         }
         Self {
             shape,
+            kv_dtype: args.kv_dtype,
             layers: (0..shape.n_layers).map(layer).collect(),
             head,
             bounds,
@@ -279,7 +282,7 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
         ops::rope(cx, &mut r.q, HeadWidths::whole(D_HEAD), &r.cos, &r.sin);
         ops::rope(cx, &mut r.k, HeadWidths::whole(D_HEAD), &r.cos, &r.sin);
         laps.lap(3);
-        let (dtype, n_kv_heads, d_head) = (KvDType::Bfloat16, model.shape.n_kv_heads, D_HEAD);
+        let (dtype, n_kv_heads, d_head) = (model.kv_dtype, model.shape.n_kv_heads, D_HEAD);
         let (k, v) = (&mut layer.k, &mut layer.v);
         ops::kv_store(cx, KvLayerMut { dtype, n_kv_heads, d_head, k, v }, &r.cells, &r.k, &r.v);
         laps.lap(4);
@@ -347,6 +350,7 @@ struct Arguments {
     from_stdin: bool,
     /// None: the best.
     isa: Option<IsaName>,
+    kv_dtype: KvDType,
     n_threads: usize,
     /// Positions of every sequence in a decode step, its new one included.
     n_context: usize,
@@ -361,6 +365,11 @@ struct Arguments {
 fn format(name: &str) -> PackedFormat {
     let found = PackedFormat::ALL.into_iter().find(|f| f.dtype().name().eq_ignore_ascii_case(name));
     found.unwrap_or_else(|| panic!("no format {name}"))
+}
+
+fn kv_dtype(name: &str) -> KvDType {
+    let found = KvDType::ALL.into_iter().find(|dtype| format!("{dtype:?}").eq_ignore_ascii_case(name));
+    found.unwrap_or_else(|| panic!("no cells of type {name}"))
 }
 
 fn arguments() -> Arguments {
@@ -385,6 +394,7 @@ fn arguments() -> Arguments {
         rows: rows.split(',').map(|n| n.parse().expect("a number")).collect(),
         from_stdin,
         isa: (!isa.is_empty()).then(|| IsaName::parse(&isa).expect("an instruction set")),
+        kv_dtype: kv_dtype(&value("--kv-cache-dtype", "bfloat16")),
         n_threads: value("--threads", &all_threads).parse().expect("a number"),
         n_context: value("--context", "96").parse().expect("a number"),
         seconds: value("--seconds", "1.0").parse().expect("a number"),
