@@ -129,10 +129,12 @@ impl<'b, T: KvElement> HeadRows<'b, T> {
         &self.data[self.block.places[i] + self.offset..]
     }
 
-    /// Prefetches elements `at..at + n` of the row that is read [`AHEAD`] cells after cell `i`.
+    /// Prefetches elements `at..at + n` of the row that is read [`AHEAD`] cells after cell `i`, with the scale if they are
+    /// its last.
     #[inline(always)]
     pub(super) fn fetch<L: Lanes>(self, lanes: L, i: usize, at: usize, n: usize) {
         let start = self.data.as_ptr().wrapping_add(self.block.later[i] + self.offset + at);
-        prefetch_all(lanes, start, n);
+        let is_last = at + n == self.block.d;
+        prefetch_all(lanes, start, if is_last { n + T::SCALE } else { n });
     }
 }

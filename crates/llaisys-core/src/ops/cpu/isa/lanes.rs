@@ -133,10 +133,12 @@ pub(crate) trait Kernel {
 /// Prefetches the cache lines of `n` elements at `start`; any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, start: *const T, n: usize) {
-    let mut at = 0;
-    while at < n * size_of::<T>() {
-        lanes.prefetch(start.cast::<u8>().wrapping_add(at));
-        at += 64;
+    const LINE: usize = 64;
+    let (start, end) = (start.cast::<u8>(), start.wrapping_add(n).addr());
+    let mut line = start.wrapping_sub(start.addr() % LINE);
+    while line.addr() < end {
+        lanes.prefetch(line);
+        line = line.wrapping_add(LINE);
     }
 }
 
