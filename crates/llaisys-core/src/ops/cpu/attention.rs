@@ -19,11 +19,12 @@
 //!    a value would. The output is the weighted values divided by l.
 //!
 //! Therefore no bit depends on which rows are computed together, on which thread, or in which cells. Work is cut into
-//! items: some rows of one sequence (a chunk) x the query heads of one KV head. If there are few items, they are single
-//! rows x KV heads x spans; if there are many, single rows x all heads. Rows of a chunk share the transposed keys and
-//! the packed values. A chunk may have rows of several sequences whose lists begin with the same cells, most of the
-//! list: the spans of these cells are computed for all of its rows, then each sequence's other spans for its rows
-//! ("cascade", arXiv:2402.05099). Only listed cells are read.
+//! items: some rows of one sequence (a chunk) x the query heads of one KV head. If there are few items, they are
+//! single rows x KV heads x spans; if there are many, single rows x all heads. Rows of a chunk share the transposed
+//! keys and the packed values; a few rows multiply the keys as they are stored, which has the same bits. A chunk may
+//! have rows of several sequences whose lists begin with the same cells, most of the list: the spans of these cells
+//! are computed for all of its rows, then each sequence's other spans for its rows ("cascade", arXiv:2402.05099). Only
+//! listed cells are read.
 
 #![allow(unsafe_code, reason = "workers write disjoint heads and scratch")]
 

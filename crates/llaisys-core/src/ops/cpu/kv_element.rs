@@ -17,7 +17,7 @@ pub(super) trait KvWord {
     /// Parts of a word: 1 or `PER_WORD`.
     fn n_parts<L: Lanes>() -> usize;
     /// Rounds the first `n` of `row`, which are f32, to the words' type in place (n even). Pairs of one part then fill the
-    /// first half.
+    /// first half; denormal numbers may become zeros, as which [`Lanes::dot_pairs`] takes them.
     fn round<L: Lanes>(lanes: L, row: &mut [f32], n: usize);
     /// Part `part` of word `i` of a rounded row.
     fn part<L: Lanes>(row: &[f32], i: usize, part: usize) -> f32;
@@ -84,8 +84,13 @@ impl KvWord for u16 {
             }
             return;
         }
-        for at in (0..n).step_by(L::N) {
-            // A number is 2 bytes after it is rounded and 4 bytes before, so no write passes the reads.
+        // A number is 2 bytes after it is rounded and 4 bytes before, so no write passes the reads.
+        let n_whole = n / (2 * L::N) * (2 * L::N);
+        for at in (0..n_whole).step_by(2 * L::N) {
+            let pairs = lanes.round_pairs(lanes.load(&row[at..]), lanes.load(&row[at + L::N..]));
+            lanes.store(pairs, &mut row[at / 2..]);
+        }
+        for at in (n_whole..n).step_by(L::N) {
             let numbers = lanes.load_first(&row[at..n]);
             lanes.store_bf16_first(numbers, &mut halves(row)[at..n]);
         }
@@ -154,6 +159,19 @@ pub(super) trait KvElement: Plain + Send + Sync {
             Self::zip_first(lanes, [&first[..L::N], &last[..L::N]], part),
             Self::zip_first(lanes, [&first[L::N..2 * L::N], &last[L::N..2 * L::N]], part),
         ]
+    }
+
+    /// True if [`Lanes::dot_eight`] multiplies [`KvElement::pairs`].
+    #[inline(always)]
+    fn dots_eight<L: Lanes>() -> bool {
+        Self::Word::PER_WORD == 2 && L::DOTS_PAIRS
+    }
+
+    /// The row as bf16, converted in `memory` if it has another type. Only for types whose words are pairs.
+    ///
+    /// - `row`, `memory`: `[d]`
+    fn pairs<'a, L: Lanes>(_lanes: L, _row: &'a [Self], _memory: &'a mut [f32]) -> &'a [u16] {
+        unreachable!("the words are not pairs")
     }
 
     /// The factor of the elements of a head; `head` includes its scale.
@@ -283,6 +301,11 @@ impl KvElement for u16 {
             [lanes.load_bf16(rows[part]), lanes.load_bf16(&rows[part][L::N..])]
         }
     }
+
+    #[inline(always)]
+    fn pairs<'a, L: Lanes>(_lanes: L, row: &'a [Self], _memory: &'a mut [f32]) -> &'a [u16] {
+        row
+    }
 }
 
 impl KvElement for i8 {
@@ -319,9 +342,19 @@ impl KvElement for i8 {
     }
 
     #[inline(always)]
+    fn pairs<'a, L: Lanes>(lanes: L, row: &'a [Self], memory: &'a mut [f32]) -> &'a [u16] {
+        for (row, out) in row.chunks(2 * L::N).zip(memory.chunks_mut(L::N)) {
+            let whole = row.len() == 2 * L::N;
+            let pairs = if whole { lanes.load_i8_pairs(row) } else { lanes.load_i8_pairs_first(row) };
+            lanes.store_first(pairs, out);
+        }
+        &*halves(memory)
+    }
+
+    #[inline(always)]
     fn scale(head: &[Self]) -> f32 {
-        let [.., a, b, c, d] = head else { unreachable!("a head ends with its scale") };
-        f32::from_le_bytes([*a, *b, *c, *d].map(|byte| byte as u8))
+        let [.., a, b, c, d] = *head else { unreachable!("a head ends with its scale") };
+        f32::from_le_bytes([a as u8, b as u8, c as u8, d as u8])
     }
 
     /// The largest magnitude becomes 127. A number that is not finite makes the scale NaN.

@@ -3,9 +3,9 @@
 use super::block::{Block, HeadRows, Reads};
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
 use super::softmax::{STATE, Softmax, SoftmaxMut, finish, largest, merge, weights};
-use super::tile::{self, Packed, Scores, Stored, Values, Weighted};
+use super::tile::{self, FewScores, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Job, MAX_ITEM_HEADS, MAX_SPANS};
-use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
+use crate::ops::cpu::isa::lanes::{EIGHT, Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::{KvElement, KvWord};
 use crate::ops::cpu::soft_cap::Cap;
 use crate::threads::DisjointWriter;
@@ -232,10 +232,35 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
+    /// True if [`FewScores`] scores each KV head's rows.
+    #[inline(always)]
+    fn is_few(&self) -> bool {
+        T::dots_eight::<L>() && self.item.n_rows() <= EIGHT * self.item.kv_heads.len()
+    }
+
+    /// Writes the queries of each KV head in the layout of [`FewScores`].
+    #[inline(always)]
+    fn pack_few_queries(&mut self) {
+        let (d, n_heads) = (self.job.heads.d_head, self.item.kv_heads.len());
+        let (n_rows, len) = (self.item.n_rows() / n_heads, d / 2 * EIGHT);
+        let heads =
+            self.area.queries.chunks_exact(n_rows * d).zip(self.area.few_queries.chunks_exact_mut(len));
+        for (queries, out) in heads {
+            for (i, out) in out.as_chunks_mut::<EIGHT>().0.iter_mut().enumerate() {
+                for (out, query) in out.iter_mut().zip(queries.chunks_exact(d)) {
+                    *out = query[i];
+                }
+            }
+        }
+    }
+
     /// Computes the spans of the item, in addition to those in `total` unless `is_empty`. Returns false if there are none.
     #[inline(always)]
     fn spans(&mut self, is_empty: bool) -> bool {
         let (spans, len) = self.item.spans(self.job);
+        if self.is_few() {
+            self.pack_few_queries();
+        }
         for span in spans.clone() {
             let cells = span * len..((span + 1) * len).min(self.item.cells.len());
             self.span(cells, is_empty && span == spans.start);
@@ -275,6 +300,10 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         self.n_read += n;
         for head in 0..n_heads {
             let (keys, rows) = (block.keys(head), self.item.rows_of(head));
+            if self.is_few() {
+                self.score_few(head, keys, n);
+                continue;
+            }
             for offset in (0..n).step_by(TILE_VECTORS * L::N) {
                 let cells = offset..n.min(offset + TILE_VECTORS * L::N);
                 tile::pack_keys(lanes, keys, cells.clone(), self.area.keys);
@@ -298,6 +327,15 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 self.area.values = packed;
             }
         }
+    }
+
+    /// Computes the scores of KV head `head` for the first `n` keys of the block.
+    #[inline(always)]
+    fn score_few(&mut self, head: usize, keys: HeadRows<'_, T>, n: usize) {
+        let (lanes, len) = (self.lanes, self.job.heads.d_head / 2 * EIGHT);
+        let queries = self.area.few_queries[head * len..][..len].as_chunks().0;
+        let out = &mut self.area.scores[self.item.rows_of(head)];
+        lanes.enter(FewScores { queries, keys, n, memory: &mut *self.area.keys, out });
     }
 
     /// Computes the scores of `rows` for the packed keys, which begin `offset` cells into the block.

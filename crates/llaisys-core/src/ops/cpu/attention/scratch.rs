@@ -2,7 +2,7 @@
 
 use super::{AttentionRows, BLOCK, MAX_D_HEAD, MAX_ITEM_ROWS, MAX_SPANS, MAX_SPLIT_ROWS};
 use crate::error::DeviceError;
-use crate::ops::cpu::isa::lanes::MAX_LANES;
+use crate::ops::cpu::isa::lanes::{EIGHT, MAX_LANES};
 use crate::tensor::AlignedBuf;
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ use std::ops::Range;
 pub(super) const TILE_VECTORS: usize = 4;
 /// f32 numbers in the largest area: the parts of [`Area`] in order.
 pub(super) const AREA: usize = MAX_ITEM_ROWS * MAX_D_HEAD
+    + MAX_ITEM_ROWS * EIGHT / 2 * MAX_D_HEAD
     + MAX_D_HEAD * TILE_VECTORS * MAX_LANES
     + MAX_ITEM_ROWS * BLOCK
     + BLOCK * MAX_D_HEAD
@@ -98,6 +99,8 @@ pub(super) fn cut_rows(all: AttentionRows<'_>, heights: Heights, chunks: &mut Ve
 pub(super) struct Area<'a> {
     /// Scaled queries: `[row][d]`.
     pub(super) queries: &'a mut [f32],
+    /// The same in pairs, if each KV head has few: `[kv head][d / 2][EIGHT]`.
+    pub(super) few_queries: &'a mut [f32],
     /// Keys of a part of a block: `[d][cell]`.
     pub(super) keys: &'a mut [f32],
     /// Scores, then weights: `[row][cell]`.
@@ -127,6 +130,7 @@ impl<'a> Area<'a> {
     pub(super) fn rows(&mut self, rows: Range<usize>, d: usize, padded: usize) -> Area<'_> {
         Area {
             queries: &mut self.queries[rows.start * d..rows.end * d],
+            few_queries: &mut *self.few_queries,
             keys: &mut *self.keys,
             scores: &mut self.scores[rows.clone()],
             values: &mut *self.values,
@@ -145,6 +149,7 @@ impl<'a> Area<'a> {
         };
         Self {
             queries: take(n_rows * d),
+            few_queries: take(n_rows * EIGHT / 2 * d),
             keys: take(d * TILE_VECTORS * MAX_LANES),
             scores: take(n_rows * BLOCK).as_chunks_mut().0,
             values: take(BLOCK * padded),

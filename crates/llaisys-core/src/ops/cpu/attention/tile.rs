@@ -5,7 +5,7 @@
 use super::BLOCK;
 use super::block::HeadRows;
 use super::scratch::TILE_VECTORS;
-use crate::ops::cpu::isa::lanes::{Kernel, Lanes, MAX_LANES};
+use crate::ops::cpu::isa::lanes::{EIGHT, Kernel, Lanes, MAX_LANES};
 use crate::ops::cpu::kv_element::{KvElement, KvWord};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -113,6 +113,40 @@ impl<W: KvWord> Scores<'_, W> {
             let out = &mut out[self.offset + first * L::N..][..C * L::N];
             for c in 0..C {
                 lanes.store(sums[c], &mut out[c * L::N..]);
+            }
+        }
+    }
+}
+
+/// Scores of up to [`EIGHT`] rows, multiplied by the keys' scales. Keys are not transposed, because for so few rows that
+/// takes longer than the products. Only if [`KvElement::dots_eight`].
+pub(super) struct FewScores<'a, T> {
+    /// `[pair of d]`
+    pub(super) queries: &'a [[f32; EIGHT]],
+    pub(super) keys: HeadRows<'a, T>,
+    /// Number of cells of the block to score.
+    pub(super) n: usize,
+    /// Memory for N keys of d numbers.
+    pub(super) memory: &'a mut [f32],
+    pub(super) out: &'a mut [[f32; BLOCK]],
+}
+
+impl<T: KvElement> Kernel for FewScores<'_, T> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Self { queries, keys, n, memory, out } = self;
+        let d = keys.d();
+        for first in (0..n).step_by(L::N) {
+            let (mut rows, mut scales) = ([&[][..]; MAX_LANES], [1.0; MAX_LANES]);
+            for (k, memory) in (0..L::N).zip(memory.chunks_exact_mut(d)) {
+                rows[k] = T::pairs(lanes, keys.row(first + k), memory);
+                scales[k] = keys.scale(first + k);
+                keys.fetch(lanes, first + k, 0, d);
+            }
+            let (scores, scales) = (lanes.dot_eight(queries, rows), lanes.load(&scales));
+            for (scores, out) in scores.iter().zip(out.iter_mut()) {
+                let scores = if T::SCALE > 0 { lanes.mul(*scores, scales) } else { *scores };
+                lanes.store(scores, &mut out[first..]);
             }
         }
     }

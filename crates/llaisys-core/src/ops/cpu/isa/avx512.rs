@@ -3,7 +3,9 @@
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
-use super::lanes::{Kernel, Lanes, MAX_LANES};
+mod transpose;
+
+use super::lanes::{EIGHT, Kernel, Lanes, MAX_LANES};
 use super::{Avx512, Avx512Bf16};
 use half::f16;
 use std::arch::x86_64::*;
@@ -53,6 +55,14 @@ pub(crate) trait Bf16Pairs: Copy {
     fn dot(self, _a: __m512, _b: __m512, _acc: __m512) -> __m512 {
         unreachable!("this instruction set does not multiply pairs")
     }
+    /// `acc` plus the products of the pair `b` with each pair of `a`, as in [`Lanes::dot_pairs`].
+    fn dot_one(self, _a: __m256, _b: f32, _acc: __m256) -> __m256 {
+        unreachable!("this instruction set does not multiply pairs")
+    }
+    /// [`Lanes::round_pairs`]
+    fn narrow(self, _first: __m512, _second: __m512) -> __m512 {
+        unreachable!("this instruction set does not multiply pairs")
+    }
     /// [`Lanes::load_i8_pairs`]
     fn widen(self, x: &[i8]) -> __m512;
 }
@@ -97,6 +107,23 @@ impl Bf16Pairs for Avx512Bf16 {
     }
 
     #[inline(always)]
+    fn narrow(self, first: __m512, second: __m512) -> __m512 {
+        // SAFETY: pairs of bf16 as bits, of the same size; `self` proves the features.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second, first)) }
+    }
+
+    #[inline(always)]
+    fn dot_one(self, a: __m256, b: f32, acc: __m256) -> __m256 {
+        // SAFETY: any bits are pairs of bf16, of the same size; `self` proves the features.
+        unsafe {
+            let b = _mm256_set1_ps(b);
+            let (a, b) =
+                (std::mem::transmute::<__m256, __m256bh>(a), std::mem::transmute::<__m256, __m256bh>(b));
+            _mm256_dpbf16_ps(acc, a, b)
+        }
+    }
+
+    #[inline(always)]
     fn widen(self, x: &[i8]) -> __m512 {
         let x = &x[..2 * N];
         // SAFETY: 32 elements of 8 bits (sliced above); `self` proves the features.
@@ -105,8 +132,7 @@ impl Bf16Pairs for Avx512Bf16 {
                 let bytes = _mm_loadu_si128(x.as_ptr().add(at).cast());
                 _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
             };
-            let pairs = _mm512_cvtne2ps_pbh(numbers(N), numbers(0));
-            std::mem::transmute::<__m512bh, __m512>(pairs)
+            self.narrow(numbers(0), numbers(N))
         }
     }
 }
@@ -274,6 +300,50 @@ impl<S: Bf16Pairs> Lanes for S {
     }
 
     #[inline(always)]
+    fn round_pairs(self, first: __m512, second: __m512) -> __m512 {
+        self.narrow(first, second)
+    }
+
+    #[inline(always)]
+    fn dot_eight(self, queries: &[[f32; EIGHT]], keys: [&[u16]; MAX_LANES]) -> [__m512; EIGHT] {
+        // Pairs of a key in sequence: 16 keys have more addresses than there are registers for.
+        const IN_SEQUENCE: usize = 4;
+        assert!(keys.iter().all(|key| key.len() >= 2 * queries.len()), "a key with too few pairs");
+        let (several, rest) = queries.as_chunks::<IN_SEQUENCE>();
+        // SAFETY: every key has two elements for each query, so pairs `0..queries.len()` (asserted); `self` proves the
+        // features.
+        unsafe {
+            let mut pairs = [std::ptr::null::<f32>(); N];
+            for k in 0..N {
+                pairs[k] = keys[k].as_ptr().cast();
+            }
+            let mut sums = [_mm256_setzero_ps(); N];
+            for (group, several) in several.iter().enumerate() {
+                let mut queries = [_mm256_setzero_ps(); IN_SEQUENCE];
+                for i in 0..IN_SEQUENCE {
+                    queries[i] = _mm256_loadu_ps(several[i].as_ptr());
+                }
+                for k in 0..N {
+                    for i in 0..IN_SEQUENCE {
+                        sums[k] = self.dot_one(
+                            queries[i],
+                            pairs[k].add(group * IN_SEQUENCE + i).read_unaligned(),
+                            sums[k],
+                        );
+                    }
+                }
+            }
+            for (i, queries) in (queries.len() - rest.len()..).zip(rest) {
+                let queries = _mm256_loadu_ps(queries.as_ptr());
+                for k in 0..N {
+                    sums[k] = self.dot_one(queries, pairs[k].add(i).read_unaligned(), sums[k]);
+                }
+            }
+            transpose::eight(sums)
+        }
+    }
+
+    #[inline(always)]
     fn split_pairs(self, v: __m512) -> (__m512, __m512) {
         // SAFETY: `self` proves the features.
         unsafe {
@@ -367,35 +437,7 @@ impl<S: Bf16Pairs> Lanes for S {
     #[inline(always)]
     fn transpose(self, tile: [__m512; MAX_LANES]) -> [__m512; MAX_LANES] {
         // SAFETY: `self` proves the features.
-        unsafe {
-            // Pairs of rows, then pairs of pairs: `u[4g + j]` holds column `4q + j` of rows `4g..4g+4` in
-            // quarter q. Then the quarters, in two steps.
-            let mut t = tile;
-            for i in 0..8 {
-                t[2 * i] = _mm512_unpacklo_ps(tile[2 * i], tile[2 * i + 1]);
-                t[2 * i + 1] = _mm512_unpackhi_ps(tile[2 * i], tile[2 * i + 1]);
-            }
-            let mut u = t;
-            for g in 0..4 {
-                let i = 4 * g;
-                u[i] = _mm512_shuffle_ps::<0x44>(t[i], t[i + 2]);
-                u[i + 1] = _mm512_shuffle_ps::<0xee>(t[i], t[i + 2]);
-                u[i + 2] = _mm512_shuffle_ps::<0x44>(t[i + 1], t[i + 3]);
-                u[i + 3] = _mm512_shuffle_ps::<0xee>(t[i + 1], t[i + 3]);
-            }
-            let mut out = tile;
-            for j in 0..4 {
-                let even_low = _mm512_shuffle_f32x4::<0x88>(u[j], u[j + 4]);
-                let even_high = _mm512_shuffle_f32x4::<0x88>(u[j + 8], u[j + 12]);
-                let odd_low = _mm512_shuffle_f32x4::<0xdd>(u[j], u[j + 4]);
-                let odd_high = _mm512_shuffle_f32x4::<0xdd>(u[j + 8], u[j + 12]);
-                out[j] = _mm512_shuffle_f32x4::<0x88>(even_low, even_high);
-                out[j + 8] = _mm512_shuffle_f32x4::<0xdd>(even_low, even_high);
-                out[j + 4] = _mm512_shuffle_f32x4::<0x88>(odd_low, odd_high);
-                out[j + 12] = _mm512_shuffle_f32x4::<0xdd>(odd_low, odd_high);
-            }
-            out
-        }
+        unsafe { transpose::sixteen(tile) }
     }
 
     #[inline(always)]

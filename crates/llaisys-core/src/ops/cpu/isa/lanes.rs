@@ -10,6 +10,8 @@ use half::f16;
 
 /// The largest number of lanes of any instruction set: the length of arrays with one vector per lane.
 pub(crate) const MAX_LANES: usize = 16;
+/// Queries that [`Lanes::dot_eight`] multiplies.
+pub(crate) const EIGHT: usize = 8;
 
 /// Operations on vectors of `N` f32 numbers. A value of the type proves that the machine has the instructions.
 ///
@@ -67,9 +69,22 @@ pub(crate) trait Lanes: Copy {
     fn zip_pairs(self, _low: &[u16], _high: &[u16]) -> [Self::F; 2] {
         unreachable!("this instruction set does not multiply pairs")
     }
+    /// Pairs of the numbers of `first`, then of `second`, rounded as by [`Lanes::round_bf16`]; denormal numbers become
+    /// zeros. Only with [`Lanes::DOTS_PAIRS`].
+    fn round_pairs(self, _first: Self::F, _second: Self::F) -> Self::F {
+        unreachable!("this instruction set does not multiply pairs")
+    }
     /// `acc` plus the products of both elements of each pair of `a` and `b`, the odd ones first. Only with
     /// [`Lanes::DOTS_PAIRS`].
     fn dot_pairs(self, _a: Self::F, _b: Self::F, _acc: Self::F) -> Self::F {
+        unreachable!("this instruction set does not multiply pairs")
+    }
+
+    /// Dot products of [`EIGHT`] queries with the first `N` of `keys`, rows of bf16, summed as by [`Lanes::dot_pairs`] in
+    /// ascending order: lane `k` of vector `r` is that of query `r` and key `k`. Only with [`Lanes::DOTS_PAIRS`].
+    ///
+    /// - `queries`: `[pair][EIGHT]`, pairs of bf16
+    fn dot_eight(self, _queries: &[[f32; EIGHT]], _keys: [&[u16]; MAX_LANES]) -> [Self::F; EIGHT] {
         unreachable!("this instruction set does not multiply pairs")
     }
 
