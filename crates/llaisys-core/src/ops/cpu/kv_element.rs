@@ -343,10 +343,13 @@ impl KvElement for i8 {
 
     #[inline(always)]
     fn pairs<'a, L: Lanes>(lanes: L, row: &'a [Self], memory: &'a mut [f32]) -> &'a [u16] {
-        for (row, out) in row.chunks(2 * L::N).zip(memory.chunks_mut(L::N)) {
-            let whole = row.len() == 2 * L::N;
-            let pairs = if whole { lanes.load_i8_pairs(row) } else { lanes.load_i8_pairs_first(row) };
-            lanes.store_first(pairs, out);
+        let rest = row.len() % (2 * L::N);
+        let (whole, last) = row.split_at(row.len() - rest);
+        for (row, out) in whole.chunks_exact(2 * L::N).zip(memory.chunks_exact_mut(L::N)) {
+            lanes.store(lanes.load_i8_pairs(row), out);
+        }
+        if rest > 0 {
+            lanes.store_first(lanes.load_i8_pairs_first(last), &mut memory[whole.len() / 2..]);
         }
         &*halves(memory)
     }

@@ -7,8 +7,10 @@ use std::ops::Range;
 
 /// Number of cells between the one that is read and the one that is prefetched. With more, the prefetches of a thread
 /// with few cells come too late (Zen 4, one row: 64 are 1.1 times as fast as 256). With fewer, many rows wait for
-/// memory.
-const AHEAD: usize = BLOCK / 2;
+/// memory. If cells have scales, it is a block: those of a block are read before its values.
+const fn ahead<T: KvElement>() -> usize {
+    if T::SCALE > 0 { BLOCK } else { BLOCK / 2 }
+}
 
 /// The cells whose keys and values an item reads, in order.
 #[derive(Clone, Copy)]
@@ -48,7 +50,7 @@ impl<'a, T: KvElement> Block<'a, T> {
             *at = place(own, *cell);
         }
         let mut later = places;
-        let first = first + AHEAD;
+        let first = first + ahead::<T>();
         let own_cells = own.cells.get(first..).unwrap_or_default();
         let next_cells = next.cells.get(first.saturating_sub(own.cells.len())..).unwrap_or_default();
         for (at, cell) in later[..n].iter_mut().zip(own_cells) {
@@ -64,7 +66,7 @@ impl<'a, T: KvElement> Block<'a, T> {
     #[inline(always)]
     pub(super) fn fetch_start<L: Lanes>(&self, lanes: L) {
         for data in [self.keys, self.values] {
-            for place in &self.places[..AHEAD] {
+            for place in &self.places[..ahead::<T>()] {
                 prefetch_all(lanes, data.as_ptr().wrapping_add(*place), self.n_heads * (self.d + T::SCALE));
             }
         }
@@ -129,7 +131,7 @@ impl<'b, T: KvElement> HeadRows<'b, T> {
         &self.data[self.block.places[i] + self.offset..]
     }
 
-    /// Prefetches elements `at..at + n` of the row that is read [`AHEAD`] cells after cell `i`, with the scale if they are
+    /// Prefetches elements `at..at + n` of the row that is read [`ahead`] cells after cell `i`, with the scale if they are
     /// its last.
     #[inline(always)]
     pub(super) fn fetch<L: Lanes>(self, lanes: L, i: usize, at: usize, n: usize) {
