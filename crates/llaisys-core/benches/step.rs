@@ -9,7 +9,7 @@
 //! their operations per second. Flags:
 //! - `--json`: one line of JSON for each number of rows instead of a table.
 //! - `--rows -`: read numbers of rows from standard input, one per line, and print each result immediately. So two
-//!   builds can be measured in turn (`benches/pairs.py`).
+//!   builds can be measured in turn (`benches/pairs.py`). `--most N`: the largest of them, 512 if not given.
 //! - `--prune-argmax off|on`: a head of random numbers, read completely or with pruned argmax.
 //! - `--isa NAME`: another instruction set than the best.
 //! - `--kv-cache-dtype NAME`: cells of another type than bfloat16.
@@ -384,7 +384,7 @@ fn arguments() -> Arguments {
     let shape = if value("--model", "qwen") == "qwen" { QWEN } else { SMOLLM2 };
     let from_stdin = value("--rows", "") == "-";
     let isa = value("--isa", "");
-    let rows = if from_stdin { "512".to_owned() } else { value("--rows", "1,4,16,512") };
+    let rows = if from_stdin { value("--most", "512") } else { value("--rows", "1,4,16,512") };
     Arguments {
         shape: Shape {
             n_layers: value("--layers", &shape.n_layers.to_string()).parse().expect("a number"),

@@ -61,7 +61,7 @@ const MAX_SPANS: usize = 16;
 /// The most query heads in one item; a KV head with more has several items per chunk.
 const MAX_ITEM_HEADS: usize = 32;
 /// The most rows x query heads in one item.
-const MAX_ITEM_ROWS: usize = 96;
+const MAX_ITEM_ROWS: usize = 192;
 /// Items per thread to aim for: with fewer, threads wait for the last one.
 const ITEMS_PER_THREAD: usize = 4;
 /// The same for rows of several sequences with a common prefix.

@@ -125,6 +125,18 @@ impl<'b, T: KvElement> HeadRows<'b, T> {
         T::scale(&self.from(i)[..self.block.d + T::SCALE])
     }
 
+    /// The factors of the rows of these cells, which come first; zeros if the type has none.
+    #[inline(always)]
+    pub(super) fn scales(self, cells: Range<usize>) -> [f32; BLOCK] {
+        let mut scales = [0.0; BLOCK];
+        if T::SCALE > 0 {
+            for (scale, cell) in scales.iter_mut().zip(cells) {
+                *scale = self.scale(cell);
+            }
+        }
+        scales
+    }
+
     /// The tensor from the row of cell `i` on.
     #[inline(always)]
     fn from(self, i: usize) -> &'b [T] {

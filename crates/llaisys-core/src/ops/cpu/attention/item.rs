@@ -2,10 +2,10 @@
 
 use super::block::{Block, HeadRows, Reads};
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
-use super::softmax::{STATE, Softmax, SoftmaxMut, finish, largest, merge, weights};
+use super::softmax::{STATE, Softmax, SoftmaxMut, finish, largest, merge, multiply, weights};
 use super::tile::{self, FewScores, Packed, Scores, Stored, Values, Weighted};
-use super::{AttentionRow, BLOCK, Job, MAX_ITEM_HEADS, MAX_SPANS};
-use crate::ops::cpu::isa::lanes::{EIGHT, Kernel, Lanes, exp};
+use super::{AttentionRow, BLOCK, Job, MAX_ITEM_HEADS, MAX_ITEM_ROWS, MAX_SPANS};
+use crate::ops::cpu::isa::lanes::{EIGHT, Kernel, Lanes, MAX_LANES, exp};
 use crate::ops::cpu::kv_element::{KvElement, KvWord};
 use crate::ops::cpu::soft_cap::Cap;
 use crate::threads::DisjointWriter;
@@ -91,11 +91,13 @@ impl<'a> Item<'a> {
         self.rows[i / self.heads.len()]
     }
 
-    /// The cells that row `i` sees in the block that begins at `start`; an empty range if none.
-    fn seen(&self, i: usize, start: usize) -> Range<usize> {
-        let row = self.row(i);
-        let end = row.n().saturating_sub(start).min(BLOCK);
-        row.hidden().saturating_sub(start).min(end)..end
+    /// Writes which cells of the block that begins at `start` each row sees: start and end of a range, which is empty if
+    /// it sees none.
+    fn seen(&self, start: usize, out: &mut [[usize; 2]]) {
+        for (row, out) in self.rows.iter().zip(out.chunks_exact_mut(self.heads.len())) {
+            let end = row.n().saturating_sub(start).min(BLOCK);
+            out.fill([row.hidden().saturating_sub(start).min(end), end]);
+        }
     }
 
     /// The spans to compute, and the number of cells in each.
@@ -150,15 +152,25 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let end = next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job));
         let reads = [own, later.peek().map_or(end, |later| later.reads(job))];
         let n_rows = item.n_rows();
-        let mut pass =
-            Pass { lanes, job, item, reads, is_first, n_read: 0, area: area.rows(0..n_rows, d, padded) };
+        let mut seen = [[0; 2]; MAX_ITEM_ROWS];
+        let mut pass = Pass {
+            lanes,
+            job,
+            item,
+            reads,
+            is_first,
+            n_read: 0,
+            seen: &mut seen,
+            area: area.rows(0..n_rows, d, padded),
+        };
         pass.scale_queries();
         let is_empty = !pass.spans(true);
         while let Some(own) = later.next() {
             let reads = [own.reads(job), later.peek().map_or(end, |later| later.reads(job))];
             let first = (own.first_row - item.first_row) * item.heads.len();
             let area = area.rows(first..first + own.n_rows(), d, padded);
-            Pass { lanes, job, item: &own, reads, is_first: false, n_read: 0, area }.spans(false);
+            Pass { lanes, job, item: &own, reads, is_first: false, n_read: 0, seen: &mut seen, area }
+                .spans(false);
         }
         if !is_empty {
             write_results(lanes, &area.total, job, item, &mut target);
@@ -207,6 +219,8 @@ struct Pass<'a, L, T> {
     is_first: bool,
     /// Number of cells that have been read.
     n_read: usize,
+    /// Which cells of the current block each row sees: start and end.
+    seen: &'a mut [[usize; 2]; MAX_ITEM_ROWS],
     area: Area<'a>,
 }
 
@@ -298,6 +312,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             block.fetch_start(lanes);
         }
         self.n_read += n;
+        self.item.seen(start, self.seen);
         for head in 0..n_heads {
             let (keys, rows) = (block.keys(head), self.item.rows_of(head));
             if self.is_few() {
@@ -307,23 +322,20 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             for offset in (0..n).step_by(TILE_VECTORS * L::N) {
                 let cells = offset..n.min(offset + TILE_VECTORS * L::N);
                 tile::pack_keys(lanes, keys, cells.clone(), self.area.keys);
-                self.score(start, offset, rows.clone());
-                self.apply_scales(keys, cells, rows.clone());
+                self.score(rows.clone(), keys, cells);
             }
         }
-        self.weigh(start);
         for head in 0..n_heads {
             let (values, rows) = (block.values(head), self.item.rows_of(head));
-            self.apply_scales(values, 0..n, rows.clone());
-            self.round_weights(start, rows.clone());
+            self.weigh(rows.clone(), values);
             if is_single {
-                self.add_values(start, &Stored(values), rows);
+                self.add_values(&Stored(values), rows);
             } else {
                 let (padded, d) = (self.padded(), self.job.heads.d_head);
                 let packed = std::mem::take(&mut self.area.values);
                 tile::pack_values(lanes, values, n, packed);
                 let word = PhantomData::<T::Word>;
-                self.add_values(start, &Packed { values: packed, padded, d, word }, rows);
+                self.add_values(&Packed { values: packed, padded, d, word }, rows);
                 self.area.values = packed;
             }
         }
@@ -338,89 +350,84 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         lanes.enter(FewScores { queries, keys, n, memory: &mut *self.area.keys, out });
     }
 
-    /// Computes the scores of `rows` for the packed keys, which begin `offset` cells into the block.
+    /// Computes the scores of `rows` for `cells` of the block, whose keys were packed.
     #[inline(always)]
-    fn score(&mut self, start: usize, offset: usize, rows: Range<usize>) {
-        let (item, d) = (self.item, self.job.heads.d_head);
+    fn score(&mut self, rows: Range<usize>, keys: HeadRows<'_, T>, cells: Range<usize>) {
+        let (d, offset) = (self.job.heads.d_head, cells.start);
+        let scales = keys.scales(cells);
         let height = tile::height::<L>(rows.len());
         let queries = self.area.queries[rows.start * d..rows.end * d].chunks(height * d);
         let first = rows.start;
         for (t, (queries, out)) in queries.zip(self.area.scores[rows].chunks_mut(height)).enumerate() {
             let rows = first + t * height..first + t * height + out.len();
-            let n_cells = rows.map(|i| item.seen(i, start).end).max().unwrap_or(0).saturating_sub(offset);
+            let n_cells =
+                self.seen[rows].iter().map(|seen| seen[1]).max().unwrap_or(0).saturating_sub(offset);
             let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
             let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
             let word = PhantomData::<T::Word>;
-            tile::run(lanes, out.len(), Scores { word, queries, keys, n_vectors, out, offset });
+            let scales = if T::SCALE > 0 { &scales[..] } else { &[] };
+            tile::run(lanes, out.len(), Scores { word, queries, keys, scales, n_vectors, out, offset });
         }
     }
 
-    /// Multiplies the scores of `rows`, or their weights, by the scales of these `cells` of the block, if the type has
-    /// scales. Scores of cells that a row does not see are multiplied too; they are never used.
+    /// Turns the scores of `rows` into weights relative to the new maximum, and stores the factors that rescale the
+    /// earlier sums. The weights are multiplied by the scales of the block's `values`, and rounded to their type.
     #[inline(always)]
-    fn apply_scales(&mut self, head: HeadRows<'_, T>, cells: Range<usize>, rows: Range<usize>) {
-        if T::SCALE == 0 {
-            return;
-        }
-        let mut scales = [0.0; BLOCK];
-        for (scale, cell) in scales.iter_mut().zip(cells.clone()) {
-            *scale = head.scale(cell);
-        }
-        let (lanes, n) = (self.lanes, cells.len().next_multiple_of(L::N));
-        for scores in &mut self.area.scores[rows] {
-            for (part, scales) in
-                scores[cells.start..cells.start + n].chunks_exact_mut(L::N).zip(scales.chunks_exact(L::N))
-            {
-                lanes.store(lanes.mul(lanes.load(part), lanes.load(scales)), part);
-            }
+    fn weigh(&mut self, rows: Range<usize>, values: HeadRows<'_, T>) {
+        let scales = values.scales(0..BLOCK);
+        for first in rows.clone().step_by(L::N) {
+            self.weigh_rows(first..rows.end.min(first + L::N), &scales);
         }
     }
 
-    /// Rounds the weights of `rows` to the type in which values are multiplied.
+    /// [`Pass::weigh`] for at most N rows, whose factors are one vector.
     #[inline(always)]
-    fn round_weights(&mut self, start: usize, rows: Range<usize>) {
-        for i in rows {
-            let n = self.item.seen(i, start).end.next_multiple_of(L::N);
-            T::Word::round(self.lanes, &mut self.area.scores[i], n);
-        }
-    }
-
-    /// Turns scores into weights relative to the new maximum, and stores the factors that rescale the earlier sums.
-    #[inline(always)]
-    fn weigh(&mut self, start: usize) {
-        let (lanes, state) = (self.lanes, &mut self.area.total);
-        for (i, scores) in self.area.scores.iter_mut().enumerate() {
-            let seen = self.item.seen(i, start);
-            if seen.is_empty() {
-                continue;
-            }
-            let (m, scores) = (state.m[i], &mut scores[..seen.end.next_multiple_of(L::N)]);
+    fn weigh_rows(&mut self, rows: Range<usize>, scales: &[f32; BLOCK]) {
+        let (lanes, seen) = (self.lanes, &self.seen[rows.clone()]);
+        let scores = &mut self.area.scores[rows.clone()];
+        // Rows that see nothing keep their maximum.
+        let mut maxima = [f32::NEG_INFINITY; MAX_LANES];
+        for ((scores, &[start, end]), max) in scores.iter_mut().zip(seen).zip(&mut maxima) {
+            let scores = &mut scores[..end.next_multiple_of(L::N)];
             if let Some(cap) = self.job.scoring.soft_cap {
                 Cap { x: scores, cap }.run(lanes);
             }
-            let largest = largest(lanes, scores, seen.clone());
-            let new_m = if m > largest { m } else { largest };
-            let sum = weights(lanes, scores, seen, new_m);
-            let rescale = exp(lanes, lanes.splat(m - new_m));
-            let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
-            lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
-            lanes.store_first(l, &mut state.l[i..=i]);
-            state.m[i] = new_m;
+            *max = largest(lanes, scores, start..end);
+        }
+        let m = &mut self.area.total.m[rows.clone()];
+        let earlier = lanes.load_first(m);
+        let new = lanes.max(earlier, lanes.load(&maxima));
+        lanes.store_first(new, m);
+        lanes.store(new, &mut maxima);
+        let rescale = &mut self.area.rescale[rows.clone()];
+        lanes.store_first(exp(lanes, lanes.sub(earlier, new)), rescale);
+        let sums = self.area.total.l[rows].iter_mut().zip(rescale).zip(maxima);
+        for (((l, rescale), m), (scores, &[start, end])) in sums.zip(scores.iter_mut().zip(seen)) {
+            if start == end {
+                continue;
+            }
+            let n = end.next_multiple_of(L::N);
+            let sum = weights(lanes, &mut scores[..n], start..end, m);
+            let sum = lanes.mul_add(lanes.splat(*l), lanes.splat(*rescale), lanes.splat(sum));
+            lanes.store_first(sum, std::slice::from_mut(l));
+            if T::SCALE > 0 {
+                multiply(lanes, &mut scores[..n], scales);
+            }
+            T::Word::round(lanes, scores, n);
         }
     }
 
     /// Adds the weighted values of a block to `rows`, in tiles of rows that see the same cells of it.
     #[inline(always)]
-    fn add_values<V: Values>(&mut self, start: usize, values: &V, rows: Range<usize>) {
-        let (lanes, item) = (self.lanes, self.item);
-        let padded = self.padded();
+    fn add_values<V: Values>(&mut self, values: &V, rows: Range<usize>) {
+        let (lanes, padded) = (self.lanes, self.padded());
         let height = tile::height::<L>(rows.len());
         let mut first = rows.start;
         while first < rows.end {
-            let seen = item.seen(first, start);
-            let same = |i: &usize| item.seen(*i, start) == seen;
+            let seen = self.seen[first];
             let highest = rows.end.min(first + height);
-            let end = first + (first..highest).take_while(same).count();
+            let end = first + self.seen[first..highest].iter().take_while(|other| **other == seen).count();
+            let seen = seen[0]..seen[1];
             if !seen.is_empty() {
                 let weights = &self.area.scores[first..end];
                 let rescale = &self.area.rescale[first..end];

@@ -37,23 +37,32 @@ pub(super) fn finish<L: Lanes>(lanes: L, softmax: Softmax<'_>, sink: Option<f32>
     }
 }
 
-/// The lanes of vector `v` that are in `seen` from `x`, the other lanes from `other`.
+/// The lanes of vector `v` that are in `seen` from `x`, the other lanes from `other`. If `ALL`, every lane is.
 #[inline(always)]
-fn keep<L: Lanes>(lanes: L, x: L::F, seen: &Range<usize>, v: usize, other: L::F) -> L::F {
-    if seen.start <= v * L::N && (v + 1) * L::N <= seen.end {
+fn keep<L: Lanes, const ALL: bool>(lanes: L, x: L::F, seen: &Range<usize>, v: usize, other: L::F) -> L::F {
+    if ALL || (seen.start <= v * L::N && (v + 1) * L::N <= seen.end) {
         return x;
     }
     let x = lanes.keep_first(x, seen.end - v * L::N, other);
     if seen.start > v * L::N { lanes.keep_first(other, seen.start - v * L::N, x) } else { x }
 }
 
-/// The largest of the scores in `seen`.
+/// The largest of the scores in `seen`; `-inf` if there are none.
 #[inline(always)]
 pub(super) fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
+    if seen == (0..scores.len()) {
+        largest_of::<L, true>(lanes, scores, seen)
+    } else {
+        largest_of::<L, false>(lanes, scores, seen)
+    }
+}
+
+#[inline(always)]
+fn largest_of<L: Lanes, const ALL: bool>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
     let least = lanes.splat(f32::NEG_INFINITY);
     let mut max = least;
     for (v, part) in scores.chunks_exact(L::N).enumerate() {
-        max = lanes.max(max, keep(lanes, lanes.load(part), &seen, v, least));
+        max = lanes.max(max, keep::<L, ALL>(lanes, lanes.load(part), &seen, v, least));
     }
     lanes.largest(max)
 }
@@ -61,15 +70,32 @@ pub(super) fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) ->
 /// Replaces the scores in `seen` by e^(score - m), the others by zeros. Returns the sum.
 #[inline(always)]
 pub(super) fn weights<L: Lanes>(lanes: L, scores: &mut [f32], seen: Range<usize>, m: f32) -> f32 {
+    if seen == (0..scores.len()) {
+        weights_of::<L, true>(lanes, scores, seen, m)
+    } else {
+        weights_of::<L, false>(lanes, scores, seen, m)
+    }
+}
+
+#[inline(always)]
+fn weights_of<L: Lanes, const ALL: bool>(lanes: L, scores: &mut [f32], seen: Range<usize>, m: f32) -> f32 {
     let (m, zero) = (lanes.splat(m), lanes.splat(0.0));
     let mut sum = zero;
     for (v, part) in scores.chunks_exact_mut(L::N).enumerate() {
         let weight = exp(lanes, lanes.sub(lanes.load(part), m));
-        let weight = keep(lanes, weight, &seen, v, zero);
+        let weight = keep::<L, ALL>(lanes, weight, &seen, v, zero);
         lanes.store(weight, part);
         sum = lanes.add(sum, weight);
     }
     lanes.sum(sum)
+}
+
+/// Multiplies weights by the scales of their values.
+#[inline(always)]
+pub(super) fn multiply<L: Lanes>(lanes: L, weights: &mut [f32], scales: &[f32]) {
+    for (weights, scales) in weights.chunks_exact_mut(L::N).zip(scales.chunks_exact(L::N)) {
+        lanes.store(lanes.mul(lanes.load(weights), lanes.load(scales)), weights);
+    }
 }
 
 /// Merges the softmax of later cells into that of earlier ones.

@@ -57,6 +57,8 @@ pub(super) struct Scores<'a, W> {
     pub(super) queries: &'a [f32],
     /// `[word of d][part][4 N]`
     pub(super) keys: &'a [f32],
+    /// Factors of the scores, one per key; none if the keys have none.
+    pub(super) scales: &'a [f32],
     /// Vectors of keys to score.
     pub(super) n_vectors: usize,
     /// R rows.
@@ -106,6 +108,14 @@ impl<W: KvWord> Scores<'_, W> {
                     for c in 0..C {
                         sums[r][c] = W::dot(lanes, q, keys[c], sums[r][c]);
                     }
+                }
+            }
+        }
+        if !self.scales.is_empty() {
+            for c in 0..C {
+                let scales = lanes.load(&self.scales[(first + c) * L::N..]);
+                for r in 0..R {
+                    sums[r][c] = lanes.mul(sums[r][c], scales);
                 }
             }
         }
