@@ -327,7 +327,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
         for head in 0..n_heads {
             let (values, rows) = (block.values(head), self.item.rows_of(head));
-            self.weigh(rows.clone(), values);
+            self.weigh(rows.clone(), values, n);
             if is_single {
                 self.add_values(&Stored(values), rows);
             } else {
@@ -371,10 +371,10 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     }
 
     /// Turns the scores of `rows` into weights relative to the new maximum, and stores the factors that rescale the
-    /// earlier sums. The weights are multiplied by the scales of the block's `values`, and rounded to their type.
+    /// earlier sums. The weights are multiplied by the scales of the block's `n` `values`, and rounded to their type.
     #[inline(always)]
-    fn weigh(&mut self, rows: Range<usize>, values: HeadRows<'_, T>) {
-        let scales = values.scales(0..BLOCK);
+    fn weigh(&mut self, rows: Range<usize>, values: HeadRows<'_, T>, n: usize) {
+        let scales = values.scales(0..n);
         for first in rows.clone().step_by(L::N) {
             self.weigh_rows(first..rows.end.min(first + L::N), &scales);
         }
